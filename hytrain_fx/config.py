@@ -211,12 +211,12 @@ class Config:
     @property
     def shards(self) -> bool:
         """Whether ranks are to keep weights in shards."""
-        return self.weights in ("sharded", "sharded_host")
+        return in_shards(self.weights)
 
     @property
     def on_host(self) -> bool:
         """Whether weights, or shards of them, are to rest on the host."""
-        return self.weights in ("streamed", "sharded_host")
+        return rest_on_host(self.weights)
 
     @property
     def micro_batches(self) -> int:
@@ -277,6 +277,16 @@ _NUMBERS = ("k", "stream", "gpu_states", "host_memory", "shadow_memory", "replan
 _MOST_BYTES = 1 << 62  # what counts bytes in C holds more, and no machine has as much
 MOST_WORKERS = 4096
 """More threads than any host has cores for: such a number is a slip."""
+
+
+def in_shards(weights: Weights) -> bool:
+    """Whether ranks keep weights in shards."""
+    return weights in ("sharded", "sharded_host")
+
+
+def rest_on_host(weights: Weights) -> bool:
+    """Whether weights that the CPU updates, or shards of them, rest on the host."""
+    return weights in ("streamed", "sharded_host")
 
 
 def _require(holds: bool, name: str, found: object, expected: str) -> None:

@@ -15,10 +15,9 @@ from collections.abc import Container, Iterator, Sequence
 
 from hytrain_fx.cost_model.fetches import Fetch, fetches, gathered_bytes
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.ir.task_graph import FETCHES, GATHERS, TaskId, TaskKind
+from hytrain_fx.ir.task_graph import FETCH_OF, GATHERS, TaskId, TaskKind
 
-_GATHER_OF = dict(zip(FETCHES, GATHERS, strict=True))
-_FETCH_OF = dict(zip(GATHERS, FETCHES, strict=True))
+_GATHER_OF = {fetch: gather for gather, fetch in FETCH_OF.items()}
 
 
 def gathers(profile: Profile, ahead: int) -> list[Fetch]:
@@ -32,7 +31,7 @@ def own_shards(found: Sequence[Fetch], on_host: Container[int]) -> list[Fetch]:
 
     on_host   units whose shards rest on the host
     """
-    return [Fetch(TaskId(_FETCH_OF[of.task.kind], of.task.unit), of.task, of.after) for of in found if of.task.unit in on_host]
+    return [Fetch(TaskId(FETCH_OF[of.task.kind], of.task.unit), of.task, of.after) for of in found if of.task.unit in on_host]
 
 
 def collective_order(profile: Profile, found: Sequence[Fetch], ahead: int) -> Iterator[TaskId]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hytrain_fx.config import Moments, Weights
+from hytrain_fx.config import Moments, Weights, in_shards
 from hytrain_fx.cost_model.equation import uniform_k, uniform_sensitivities
 from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes, streamed_bytes
 from hytrain_fx.errors import ConfigError, PlanError
@@ -169,7 +169,7 @@ def case_of(
     weights with either and for sharded ones of one rank, PlanError for a negative budget,
     UnsupportedError for other `moments`.
     """
-    if weights in ("sharded", "sharded_host") and ranks.count == 1:
+    if in_shards(weights) and ranks.count == 1:
         raise ConfigError(f'found weights="{weights}" on one GPU, expected several, of a machine or of several machines: shards are of '
                           "several ranks")
     if weights == "streamed" and (autocast or ranks.count > 1):
@@ -186,7 +186,7 @@ def case_of(
     too_large = not autocast and ranks.count == 1 and not footprint(shape, tokens, 0, recompute).device_fits(spec)
     if weights == "streamed" or (weights == "auto" and too_large):
         shape = replace(shape, name=f"{shape.name}, weights on the host", weights="streamed")
-    if weights in ("sharded", "sharded_host"):
+    if in_shards(weights):
         shape = replace(shape, name=f"{shape.name}, weights in shards{' on the host' * (weights == 'sharded_host')}", weights=weights)
     if shape.moments != "fp32":
         shape = replace(shape, name=f"{shape.name}, moments in {shape.moments}")

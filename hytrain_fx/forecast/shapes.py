@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hytrain_fx.config import Moments, Weights
+from hytrain_fx.config import Moments, Weights, in_shards, rest_on_host
 from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.named_files import json_object, read_text
 from hytrain_fx.ir.states import ADAMW, MOMENTS, StateTable, StateTraffic
@@ -88,12 +88,12 @@ class ModelShape:
     @property
     def in_shards(self) -> bool:
         """Whether ranks keep weights in shards."""
-        return self.weights in ("sharded", "sharded_host")
+        return in_shards(self.weights)
 
     @property
     def on_host(self) -> bool:
         """Whether weights that the CPU updates, or this rank's shards of them, rest on the host."""
-        return self.weights in ("streamed", "sharded_host")
+        return rest_on_host(self.weights)
 
     @property
     def params(self) -> int:

@@ -10,15 +10,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hytrain_fx.config import Weights
-from hytrain_fx.forecast.capacity import fits, most_layers
-from hytrain_fx.forecast.device import DeviceSpec
-from hytrain_fx.forecast.streamed_weights import GPU_GB, with_weights
-from hytrain_fx.forecast.sweep import FACTORS
+from hytrain_fx.forecast.streamed_weights import hiding_tokens, largest_by_machine, with_weights
+from hytrain_fx.forecast.sweep import whole_batches
 from hytrain_fx.forecast.systems import OUR_SYSTEM, Case
 from hytrain_fx.ir.figures import count_text
 
@@ -64,12 +61,12 @@ class ShardedWeights:
 
 def sharded_weights(case: Case) -> ShardedWeights:
     """For a case of several GPUs."""
-    return ShardedWeights(tuple(_by_tokens(case.in_coarse_pieces)), _free_from_tokens(case), tuple(_machines(case)))
+    machines = tuple(OfMachine(*of) for of in largest_by_machine(case, PLACES, HOST_GB))
+    return ShardedWeights(tuple(_by_tokens(case.in_coarse_pieces)), _free_from_tokens(case), machines)
 
 
 def _by_tokens(case: Case) -> Iterator[AtTokens]:
-    least = min(case.sequence, case.tokens)
-    for tokens in sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS}):
+    for tokens in whole_batches(case):
         resident, sharded, on_host = (with_weights(case.remade(tokens=tokens), of).plan_at(OUR_SYSTEM, 0).predicted for of in PLACES)
         yield AtTokens(tokens, resident["compute_us"], resident["step_us"], sharded["step_us"], on_host["step_us"],
                        sharded["fetch_stall_us"])
@@ -78,23 +75,7 @@ def _by_tokens(case: Case) -> Iterator[AtTokens]:
 def _free_from_tokens(case: Case) -> dict[str, float]:
     gather_us = sum(u.gather_us for u in with_weights(case, "sharded").profile.units)
     flops_of = {"gathers of the forward": 2, "gathers of the backward": 6 if case.recompute else 4}
-    return {what: 1e-6 * gather_us / case.shape.params * case.device.achieved_flops / flops for what, flops in flops_of.items()}
-
-
-def _machines(case: Case) -> Iterator[OfMachine]:
-    """GPUs and hosts of common sizes, all updates by the CPU, activations recomputed."""
-    sized = {place: functools.cache(replace(case.shape, weights=place).with_layers) for place in PLACES}
-
-    def largest(place: Weights, device: DeviceSpec) -> int | None:
-        if not case.shape.layers:
-            return None
-        layers = most_layers(lambda count: fits("host", sized[place](count), device, case.tokens, True, case.ranks))
-        return sized[place](layers).params if layers else 0
-
-    for gpu_gb in GPU_GB:
-        for host_gb in HOST_GB:
-            device = replace(case.device, memory_bytes=int(1e9 * gpu_gb), host_memory_bytes=int(1e9 * host_gb))
-            yield OfMachine(gpu_gb, host_gb, {place: largest(place, device) for place in PLACES})
+    return {what: hiding_tokens(case, gather_us, flops) for what, flops in flops_of.items()}
 
 
 def shards_free_text(found: ShardedWeights, counted: str) -> str:

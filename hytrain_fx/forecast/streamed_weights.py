@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hytrain_fx.config import Weights
@@ -23,7 +23,7 @@ from hytrain_fx.cost_model.host_memory import bytes_per_us, cpu_bytes
 from hytrain_fx.forecast.capacity import capacities, fits, most_layers
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.peers import Peer, offloaded_peers
-from hytrain_fx.forecast.sweep import FACTORS
+from hytrain_fx.forecast.sweep import whole_batches
 from hytrain_fx.forecast.systems import OUR_SYSTEM, Case, Row
 from hytrain_fx.ir.figures import count_text
 
@@ -82,8 +82,7 @@ def with_weights(case: Case, weights: Weights) -> Case:
 
 
 def _by_tokens(case: Case) -> Iterator[AtTokens]:
-    least = min(case.sequence, case.tokens)
-    for tokens in sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS}):
+    for tokens in whole_batches(case):
         streamed, resident = (with_weights(case.remade(tokens=tokens), weights).plan_at(OUR_SYSTEM, 0).predicted
                               for weights in ("streamed", "resident"))
         yield AtTokens(tokens, resident["compute_us"], resident["step_us"], streamed["step_us"], streamed["fetch_stall_us"])
@@ -93,13 +92,16 @@ def _free_from_tokens(case: Case) -> dict[str, float]:
     profile, backward = case.profile, 6 if case.recompute else 4
     fetch_us = sum(u.fetch_us for u in profile.units)
 
-    def tokens(us: float, flops: int) -> float:
-        return 1e-6 * us / case.shape.params * case.device.achieved_flops / flops
-
+    tokens = functools.partial(hiding_tokens, case)
     found = {"fetches of the forward": tokens(fetch_us, 2), "fetches of the backward": tokens(fetch_us, backward)}
     if (rate := bytes_per_us(profile)) is not None:
         found["all that moves in the host's memory"] = tokens(sum(map(cpu_bytes, profile.units)) / rate, 2 + backward)
     return found
+
+
+def hiding_tokens(case: Case, us: float, flops: int) -> float:
+    """Tokens whose computing takes so long, at so many FLOPs a parameter and token."""
+    return 1e-6 * us / case.shape.params * case.device.achieved_flops / flops
 
 
 def _ways(case: Case) -> Iterator[Peer]:
@@ -121,19 +123,30 @@ def _way(words: str, case: Case, row: Row, way: str) -> Peer:
 
 
 def _machines(case: Case) -> Iterator[OfMachine]:
-    """GPUs and hosts of common sizes, all updates by the CPU, activations recomputed."""
-    sized = {weights: functools.cache(replace(case.shape, weights=weights).with_layers) for weights in ("resident", "streamed")}
+    for gpu_gb, host_gb, params in largest_by_machine(case, ("resident", "streamed"), HOST_GB):
+        yield OfMachine(gpu_gb, host_gb, params["resident"], params["streamed"])
 
-    def largest(weights: str, device: DeviceSpec) -> int | None:
+
+def largest_by_machine(
+    case: Case, places: Sequence[Weights], host_gb: Sequence[int]
+) -> Iterator[tuple[int, int, dict[str, int | None]]]:
+    """GB of a GPU and of a host of common sizes, and the largest model by where its weights rest.
+
+    In parameters, 0 = none, None = no layers repeat. All updates are by the CPU, activations
+    recomputed.
+    """
+    sized = {place: functools.cache(replace(case.shape, weights=place).with_layers) for place in places}
+
+    def largest(place: Weights, device: DeviceSpec) -> int | None:
         if not case.shape.layers:
             return None
-        layers = most_layers(lambda count: fits("host", sized[weights](count), device, case.tokens, recompute=True))
-        return sized[weights](layers).params if layers else 0
+        layers = most_layers(lambda count: fits("host", sized[place](count), device, case.tokens, True, case.ranks))
+        return sized[place](layers).params if layers else 0
 
-    for gpu_gb in GPU_GB:
-        for host_gb in HOST_GB:
-            device = replace(case.device, memory_bytes=int(1e9 * gpu_gb), host_memory_bytes=int(1e9 * host_gb))
-            yield OfMachine(gpu_gb, host_gb, largest("resident", device), largest("streamed", device))
+    for gpu in GPU_GB:
+        for host in host_gb:
+            device = replace(case.device, memory_bytes=int(1e9 * gpu), host_memory_bytes=int(1e9 * host))
+            yield gpu, host, {place: largest(place, device) for place in places}
 
 
 def free_text(found: StreamedWeights, counted: str) -> str:

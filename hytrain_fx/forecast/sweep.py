@@ -60,14 +60,22 @@ class Sweep:
     ks: tuple[KPoint, ...] = ()
 
 
+def whole_batches(case: Case) -> list[int]:
+    """Tokens of micro-batches around the case's by `FACTORS`: whole sequences, or the one part."""
+    return _batches(case, min(case.sequence, case.tokens))
+
+
+def _batches(case: Case, least: int) -> list[int]:
+    return sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS})
+
+
 def sweep_of(case: Case, tell: Tell = untold) -> Sweep:
     """Micro-batches and numbers of layers around the case by `FACTORS`.
 
     Whole sequences where there are several. `tell` is told how far it is.
     """
     coarse = case.in_coarse_pieces
-    least = case.sequence if case.tokens >= case.sequence else 1
-    batches = sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS})
+    batches = _batches(case, case.sequence if case.tokens >= case.sequence else 1)
     layers = case.shape.layers
     counts = sorted({max(1, round(factor * layers)) for factor in FACTORS}) if layers else []
     ks = _ks(len(case.shape.units))

@@ -57,6 +57,8 @@ FETCHES = (TaskKind.FETCH_BACKWARD, TaskKind.FETCH_FORWARD)
 """Weights that rest on the host come before a layer computes. They share the link with reloads."""
 GATHERS = (TaskKind.GATHER_BACKWARD, TaskKind.GATHER_FORWARD)
 """Weights of which each rank has a shard come before a layer computes: from all ranks."""
+FETCH_OF = dict(zip(GATHERS, FETCHES, strict=True))
+"""The copy of this rank's own shard before a gather, where it rests on the host."""
 ARRIVALS = (*FETCHES, *GATHERS)
 """Weights come before a layer computes, wherever they rest."""
 

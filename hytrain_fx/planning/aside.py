@@ -12,10 +12,35 @@ from hytrain_fx.ir.figures import time_text
 
 _MOST_TROUBLES = 5
 # Predictions of a large model take a tenth of a second and more, and the launching thread makes
-# them. So many are free that a plan settles, then they may take this share of the time.
+# them. So much is free that a plan settles, then it may be this share of the time.
 _FREE_S: Final = 2.0
 _SHARE: Final = 0.01
 _log = logging.getLogger("hytrain_fx")
+
+
+class Delay:
+    """How long the loop has been held up by something. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._since_s, self._took_s = clock(), 0.0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Around it."""
+        begin_s = self._clock()
+        try:
+            yield
+        finally:
+            self._took_s += self._clock() - begin_s
+
+    @property
+    def is_little(self) -> bool:
+        """Whether that is at most two seconds, and a hundredth of the time."""
+        return self._took_s <= _FREE_S + _SHARE * (self._clock() - self._since_s)
+
+    def __str__(self) -> str:
+        return f"{time_text(1e6 * self._took_s)}, {self._took_s / (self._clock() - self._since_s):.1%} of the time"
 
 
 class Aside:
@@ -26,13 +51,12 @@ class Aside:
                             `explain`, and training goes on
 
     troubles    the last different errors, in sentences
-    held_us     how long the loop waited for all of it
+    delay       of the loop by all of it
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.troubles: tuple[str, ...] = ()
-        self.held_us = 0.0
-        self._since_s = time.perf_counter()
+        self.delay = Delay(clock)
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
@@ -40,43 +64,15 @@ class Aside:
 
         Interrupts pass. An engine that has failed says so at the loop's next call.
         """
-        begin_s = time.perf_counter()
         try:
-            yield
+            with self.delay():
+                yield
         except Exception as error:
             text = f"{what} failed and was left out: {type(error).__name__}: {error}"
             if text not in self.troubles:
                 _log.warning("%s", text, exc_info=True)
                 self.troubles = (*self.troubles, text)[-_MOST_TROUBLES:]
-        finally:
-            self.held_us += (time.perf_counter() - begin_s) * 1e6
 
     def in_words(self) -> str | None:
-        """What to say of the time. None where it is no more than looks may take."""
-        held_s, since_s = self.held_us * 1e-6, time.perf_counter() - self._since_s
-        if held_s <= _FREE_S + _SHARE * since_s:
-            return None
-        share = held_s / since_s
-        return f"measuring, planning and moving states held up the loop for {time_text(self.held_us)}, {share:.1%} of the time"
-
-
-class Looks:
-    """How much of the time looks at other plans have taken. `clock` gives seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._since_s, self._took_s = clock(), 0.0
-
-    @property
-    def may(self) -> bool:
-        """Whether there is time for another."""
-        return self._took_s <= _FREE_S + _SHARE * (self._clock() - self._since_s)
-
-    @contextmanager
-    def look(self) -> Iterator[None]:
-        """Around one."""
-        begin_s = self._clock()
-        try:
-            yield
-        finally:
-            self._took_s += self._clock() - begin_s
+        """What to say of the delay. None where it is little."""
+        return None if self.delay.is_little else f"measuring, planning and moving states held up the loop for {self.delay}"

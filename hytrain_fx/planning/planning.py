@@ -28,7 +28,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.planning.aside import Aside, Looks
+from hytrain_fx.planning.aside import Aside, Delay
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
 from hytrain_fx.planning.first_plan import FIRST_STEPS, first_plan
@@ -89,7 +89,7 @@ class Planning:
         self.recording, self.held = False, 0
         self.captured_steps = 0
         self._reader = StepReader(engine, marks, self.units.time_fetches)
-        self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Looks()
+        self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Delay()
         self.last = FinishedStep()
         self._due: _Due | None = None
         self.guard = GUARD
@@ -185,7 +185,7 @@ class Planning:
             lost=self._marks.steps == 0,
             order_known=done == 1 and self._config.plan is None and not self.solver.solves,
             follows_ends=follows,
-            ends_seen=self._balancing.fresh, may_look=self._looks.may,
+            ends_seen=self._balancing.fresh, may_look=self._looks.is_little,
             predicted_us=self.plan.predicted.get("step_us"),
             all_on_device_us=None if reading else self._all_on_device_us(),
         )
@@ -219,7 +219,7 @@ class Planning:
             case Action.RENEW:
                 self._due = _Due(Event.PLACED, self.solver.given(None, self.plan, self.discipline))
             case Action.BALANCE:
-                with self._looks.look():
+                with self._looks():
                     self._balance()
             case Action.TRY:
                 assert self.profile is not None
@@ -296,7 +296,7 @@ class Planning:
         """
         if self._due is None or self._due.plan is not None:
             return None if self._due is None else self._due.plan
-        with self._looks.look():
+        with self._looks():
             begin_s = time.perf_counter()
             profile = self.profile = self._measured(device_update_us_per_param)
             read_s = time.perf_counter()

@@ -45,8 +45,7 @@ def free_bytes(device: torch.device) -> int:
     What the driver has free, or less where the process is held to a share of the GPU. torch's
     allocator knows that share, the driver does not.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    return min(free, max(0, _allowed_bytes(device, total) - torch.cuda.memory_reserved(device)))
+    return max(0, _own_most_bytes(device) - torch.cuda.memory_reserved(device))
 
 
 def room_bytes(device: torch.device, own_bytes: int) -> float:
@@ -56,9 +55,13 @@ def room_bytes(device: torch.device, own_bytes: int) -> float:
     """
     if device.type != "cuda":
         return math.inf
+    return max(0, _own_most_bytes(device) - torch.cuda.memory_allocated(device)) + own_bytes
+
+
+def _own_most_bytes(device: torch.device) -> int:
+    """What torch's allocator has and can still get, in use or idle."""
     free, total = torch.cuda.mem_get_info(device)
-    mine = free + torch.cuda.memory_reserved(device)  # with what lies idle in torch's allocator
-    return max(0, min(mine, _allowed_bytes(device, total)) - torch.cuda.memory_allocated(device)) + own_bytes
+    return min(free + torch.cuda.memory_reserved(device), _allowed_bytes(device, total))
 
 
 def total_bytes(device: torch.device) -> float:

@@ -121,7 +121,7 @@ class SharedTraining:
         if not all(weights):  # one of them counts nothing, and its mean would be 0 / 0
             halves, weights, by_cpu = [batch], [1.0, 0.0], 0
         if by_cpu:
-            yield from self._in_two(session, model, halves, weights, by_cpu)
+            yield from self._in_two(session, model, halves, weights, lengths)
             return
         open_share.require_none(session, "share()")
         begin_s, span = time.perf_counter(), DeviceSpan(device)
@@ -131,9 +131,9 @@ class SharedTraining:
         self._ended(begin_s, span, SharedStep(sequences, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
     def _in_two(
-        self, session: Session, model: nn.Module, halves: Sequence[Any], weights: Sequence[float], by_cpu: int
+        self, session: Session, model: nn.Module, halves: Sequence[Any], weights: Sequence[float], lengths: Sequence[int]
     ) -> Iterator[BatchPart]:
-        """The device's part, then the CPU's, whose gradients are added."""
+        """The device's part, then the CPU's, whose gradients are added. `lengths`: sequences."""
         device = session.table.device
         begin_s, span = time.perf_counter(), DeviceSpan(device)
         opened = open_share.begin(session)
@@ -155,8 +155,7 @@ class SharedTraining:
         finally:
             open_share.left(opened)
         join_us = _us(done_s, time.perf_counter())
-        sequences = sum(sequences_of(half) for half in halves)
-        self._ended(begin_s, span, SharedStep(sequences, by_cpu, 0.0, _us(begin_s, cpu_s), _us(cpu_s, done_s), join_us, 0.0))
+        self._ended(begin_s, span, SharedStep(sum(lengths), lengths[1], 0.0, _us(begin_s, cpu_s), _us(cpu_s, done_s), join_us, 0.0))
 
     def _ended(self, begin_s: float, span: DeviceSpan, step: SharedStep) -> None:
         self._pending.append((span, step))

@@ -24,7 +24,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
-from hytrain_fx.ir.task_graph import FETCHES, GATHERS, TaskKind
+from hytrain_fx.ir.task_graph import FETCH_OF, TaskKind
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.ranks import Packed, Ranks
 from hytrain_fx.runtime.shard_layout import ShardLayouts
@@ -32,8 +32,6 @@ from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
-
-_FETCH_OF = dict(zip(GATHERS, FETCHES, strict=True))  # the copy of this rank's shard from the host before a gather
 
 
 class GatheredWeights:
@@ -162,7 +160,7 @@ class GatheredWeights:
         """
         homes = list(map(self._states.home, rows))
         from_host = sum(home.nbytes for row, home in zip(rows, homes, strict=True) if self._states.streamed[row].shard is None)
-        with self._ranks.times.around(_FETCH_OF[kind], rows[0], from_host) if from_host and kind in _FETCH_OF else nullcontext():
+        with self._ranks.times.around(FETCH_OF[kind], rows[0], from_host) if from_host and kind in FETCH_OF else nullcontext():
             for row, home, whole in zip(rows, homes, wholes, strict=True):
                 shard = self._table.shards[row]
                 whole[shard.begin : shard.end].copy_(home, non_blocking=True)
