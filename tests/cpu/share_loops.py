@@ -46,17 +46,18 @@ class ByHand:
         """As `share`, of a plain model."""
         (tokens,) = batch
         cut = len(tokens) - self._by_cpu
-        yield model, (tokens[:cut],), cut / len(tokens)
+        yield model, (tokens[:cut].to(next(model.parameters()).device),), cut / len(tokens)
         ours = self._copy_of(model)
         yield ours, (tokens[cut:],), self._by_cpu / len(tokens)
         for parameter, other in zip(model.parameters(), ours.parameters(), strict=True):
             if other.grad is not None:
-                parameter.grad = other.grad.clone() if parameter.grad is None else parameter.grad.add_(other.grad)
+                grad = other.grad.to(parameter.device)
+                parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
                 other.grad = None
 
     def _copy_of(self, model: nn.Module) -> nn.Module:
         if id(model) not in self._copies:
-            made = self._copies[id(model)] = copy.deepcopy(model)
+            made = self._copies[id(model)] = copy.deepcopy(model).cpu()
             made.compile()
         made = self._copies[id(model)]
         made.load_state_dict(model.state_dict())
