@@ -236,6 +236,7 @@ class FinishTimes:
     ahead             gradients offloaded by then, before their rows' previous updates had ended
     at_once           parameters whose updates were put on the lane to the device together, as the
                       rest of the step, which the launching thread did not wait for
+    promised          of these, parameters whose gradients were not on the host by then
     """
 
     cpu_us: float = 0.0
@@ -246,6 +247,7 @@ class FinishTimes:
     launching_us: float = 0.0
     ahead: int = 0
     at_once: int = 0
+    promised: int = 0
 
 
 def engine_error(message: str, names: Sequence[str]) -> EngineError:

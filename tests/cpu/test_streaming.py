@@ -98,20 +98,17 @@ def test_drain_waits_for_the_states_of_a_row_whose_weight_was_waited_for() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_rest_of_a_step_is_put_on_the_lane_at_once(dtype: torch.dtype) -> None:
-    """Streamed updates that take no longer than launching a backward are not waited for.
+    """Streamed updates are not waited for.
 
     There are more of them than staging slots, and their way home is slow. Still all are on their
-    way as soon as somebody waits. Not so while it is unknown how long launching takes.
+    way as soon as somebody waits.
     """
     hosted, streamed = 160, 18
     with running() as engine:
         loop = EngineLoop(engine, (17,) * hosted + (100_000,) * streamed, dtype, streamed=frozenset(range(hosted, hosted + streamed)))
         engine.set_delay(Stage.STREAM_OUT, 15_000)
-        loop.step()
-        loop.launching_s = 0.004  # of a unit: in all twice what streaming takes, as a busy machine streams slower than this
-        loop.step()
-        assert engine.finish_times().at_once <= 17 * hosted
-        loop.step()
+        for _ in range(3):
+            loop.step()
         assert engine.finish_times().at_once >= 100_000 * (streamed - STAGING_SLOTS)
         loop.check()
 

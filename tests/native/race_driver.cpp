@@ -145,8 +145,10 @@ class Run {
     std::vector<int32_t> all = every();
     check(hytrain_drain(engine_, all.data(), static_cast<int>(all.size())));
     for (TrainedRow& row : rows_) compare_states(row);
-    std::printf("gradients on their way before their rows' updates had ended %lld; parameters of updates that were put on the lane at once %lld\n",
-                static_cast<long long>(ahead_), static_cast<long long>(at_once_));
+    std::printf("gradients on their way before their rows' updates had ended %lld; parameters of updates that were put on the lane at once %lld, "
+                "before their gradients had come %lld\n",
+                static_cast<long long>(ahead_), static_cast<long long>(at_once_), static_cast<long long>(promised_));
+    if (step_ >= 1000 && promised_ == 0) std::exit((std::fprintf(stderr, "race_driver: no weight was sent before its gradient had come\n"), 1));
     if (step_ >= 1000 && ahead_ == 0 && !half_on_host_) std::exit((std::fprintf(stderr, "race_driver: the launching thread never ran ahead\n"), 1));
     GuessCounts counts{};
     check(hytrain_guess_counts(engine_, &counts));
@@ -574,6 +576,7 @@ class Run {
     check(hytrain_finish_times(engine_, &times));
     ahead_ += times.ahead;
     at_once_ += times.at_once;
+    promised_ += times.promised;
   }
 
   // The second thread: whatever it asks for, the steps of the first stay as they are.
@@ -639,7 +642,7 @@ class Run {
   int absent_ = -1;
   bool scales_ = true, speculates_ = true, in_doubt_ = false, skips_ = false;
   size_t step_ = 0;
-  int64_t ahead_ = 0, at_once_ = 0;
+  int64_t ahead_ = 0, at_once_ = 0, promised_ = 0;
   std::deque<TrainedRow> rows_;
   bool runs_ahead_ = false;
   WorkQueue compute_;

@@ -6,6 +6,7 @@
 //   AWAITED --> LANDED --> QUEUED ------------------> UPDATED --> SENT --> AWAITED
 //     on the way to the device after a flag (flagged_tail.h):
 //                          QUEUED --> FLAGGED -------------------> SENT
+//   AWAITED --> PROMISED -----------> FLAGGED
 //     updated with likely factors (guesses.h), which were right, or wrong:
 //                          QUEUED --> GUESSED ------> UPDATED or SENT
 //                                     GUESSED --> TAKEN_BACK --> QUEUED
@@ -37,6 +38,7 @@ enum class ChunkState : uint8_t {
   QUEUED,      // workers take its granules, or are at the last of them
   // like QUEUED, and the copy of its new weight is on the lane and waits for the chunk's flag
   FLAGGED,
+  PROMISED,    // like FLAGGED, and its gradient has not come to the slot
   GUESSED,     // updated with guessed factors, and the true ones have not come
   // the guess was wrong: what is updated is taken again once the running granules are done
   TAKEN_BACK,
@@ -49,9 +51,9 @@ enum class ChunkState : uint8_t {
   LEFT_OUT,    // the step does not count
 };
 
-constexpr int kChunkStates = 11;
-constexpr const char* kChunkStateNames[kChunkStates] = {"AWAITED",   "LANDED",    "QUEUED",  "FLAGGED", "GUESSED", "TAKEN_BACK",
-                                                        "WITHDRAWN", "RESTORING", "UPDATED", "SENT",    "LEFT_OUT"};
+constexpr int kChunkStates = 12;
+constexpr const char* kChunkStateNames[kChunkStates] = {"AWAITED",    "LANDED",    "QUEUED",    "FLAGGED", "PROMISED", "GUESSED",
+                                                        "TAKEN_BACK", "WITHDRAWN", "RESTORING", "UPDATED", "SENT",     "LEFT_OUT"};
 
 inline const char* name_of(ChunkState state) { return kChunkStateNames[static_cast<int>(state)]; }
 
@@ -62,12 +64,13 @@ constexpr uint32_t mask(States... of) {
 
 // By state: the states that may come after it.
 constexpr uint32_t kNextStates[kChunkStates] = {
-    /* AWAITED    */ mask(ChunkState::AWAITED, ChunkState::LANDED),
+    /* AWAITED    */ mask(ChunkState::AWAITED, ChunkState::LANDED, ChunkState::PROMISED),
     /* LANDED     */ mask(ChunkState::AWAITED, ChunkState::QUEUED, ChunkState::TAKEN_BACK, ChunkState::WITHDRAWN,
                           ChunkState::LEFT_OUT),
     /* QUEUED     */ mask(ChunkState::LANDED, ChunkState::FLAGGED, ChunkState::GUESSED, ChunkState::TAKEN_BACK, ChunkState::WITHDRAWN,
                           ChunkState::UPDATED, ChunkState::LEFT_OUT),
     /* FLAGGED    */ mask(ChunkState::SENT),
+    /* PROMISED   */ mask(ChunkState::FLAGGED),
     /* GUESSED    */ mask(ChunkState::TAKEN_BACK, ChunkState::WITHDRAWN, ChunkState::UPDATED, ChunkState::SENT),
     /* TAKEN_BACK */ mask(ChunkState::QUEUED),
     /* WITHDRAWN  */ mask(ChunkState::RESTORING),
@@ -113,12 +116,14 @@ class Chunk {
   int64_t granule_begin(int granule) const { return begin + granule * kGranule; }
   int64_t granule_params(int granule) const { return std::min(kGranule, end - granule_begin(granule)); }
   bool is_updated() const { return finished == granules(); }
+  bool awaits_flag() const { return is(ChunkState::FLAGGED) || is(ChunkState::PROMISED); }
   bool is_withdrawn() const { return is(ChunkState::WITHDRAWN) || is(ChunkState::RESTORING); }
   int64_t guessed_params() const { return std::min<int64_t>(guessed * kGranule, params()); }
 
   int64_t begin, end;
   uint32_t* flag;         // null: the device has none
-  uint32_t raised = 0;    // what the copy of a FLAGGED chunk waits for
+  int place = 0;          // on the lane, while it is FLAGGED or PROMISED; else 0
+  uint32_t raised = 0;    // what the copy of a FLAGGED or PROMISED chunk waits for
   int taken = 0, finished = 0;  // granules
   int guessed = 0;              // so many of the first were taken with guessed factors
   int redo = 0, redo_end = 0;   // of them, those to be taken again

@@ -41,6 +41,7 @@ class CpuDevice : public Device {
     thread(lane).enqueue([event] { event->fire(); });
     return event;
   }
+  bool shows_events() override { return true; }
   void wait(Lane lane, const EventPtr& event) override {
     begin_operation();
     recorded(event, "lane");

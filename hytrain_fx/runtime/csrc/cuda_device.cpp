@@ -32,8 +32,8 @@ constexpr long long kGatherBlocks = 512;
 constexpr long long kGatherBytesPerBlock = 16384;
 constexpr unsigned kEventDefault = 0;  // with timing. Not BLOCKING_SYNC: see CudaEvent::sync
 constexpr size_t kFlags = 4096;  // allocated at once
-// CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_WAIT_VALUE_GEQ
-constexpr unsigned kPortable = 1, kWaitUntilReached = 0;
+// CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_WAIT_VALUE_GEQ, CU_STREAM_WRITE_VALUE_DEFAULT
+constexpr unsigned kPortable = 1, kWaitUntilReached = 0, kWriteAfterAll = 0;
 // CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: one address for both
 constexpr int kUnifiedAddresses = 41;
 // each query takes the lock of launches
@@ -66,6 +66,7 @@ struct Driver {
   CUresult (*host_free)(void*);
   // null: not in this driver
   CUresult (*wait_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;
+  CUresult (*write_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;
 
   Driver() {
     void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -100,6 +101,7 @@ struct Driver {
     load(host_alloc, "cuMemHostAlloc");
     load(host_free, "cuMemFreeHost");
     wait_value = reinterpret_cast<decltype(wait_value)>(dlsym(lib, "cuStreamWaitValue32_v2"));
+    write_value = reinterpret_cast<decltype(write_value)>(dlsym(lib, "cuStreamWriteValue32_v2"));
   }
   void check(CUresult result, const char* what) const {
     if (result == kSuccess) return;
@@ -173,9 +175,22 @@ struct CudaShared {
   double epoch_us = 0;
 };
 
+// What a lane writes behind each of its events, to pinned memory: how many have come. So whoever
+// waits for one need not ask the driver, which makes it wait for a thread that is blocked in it.
+struct LaneSigns {
+  OrderedMutex<LockOrder::kQueue> mutex;  // the numbers come on the lane in their order
+  uint32_t* word = nullptr;               // null: this driver cannot write it
+  uint32_t recorded = 0;
+};
+
 class CudaEvent : public Event {
  public:
   explicit CudaEvent(std::shared_ptr<CudaShared> shared) : shared_(std::move(shared)), event_(shared_->pool.take()) {}
+  // From here on it has come when `word` says `number` or more.
+  void show_by(const uint32_t* word, uint32_t number) {
+    word_ = word;
+    number_ = number;
+  }
   ~CudaEvent() override { shared_->pool.give(event_); }
   double time_us() override {
     const Current current(shared_->driver, shared_->context);
@@ -186,7 +201,10 @@ class CudaEvent : public Event {
   CUevent handle() const { return event_; }
 
  private:
+  bool shows() override { return word_ ? is_raised(word_, number_) : query(); }
   bool query() override {
+    if (word_ && is_raised(word_, number_)) return true;
+    if (word_ && ++asked_ % kAskedForErrors != 0) return false;
     const Current current(shared_->driver, shared_->context);
     CUresult result = shared_->driver.event_query(event_);
     if (result == kNotReady) return false;
@@ -202,8 +220,12 @@ class CudaEvent : public Event {
     while (!done()) std::this_thread::sleep_for(kPollInterval);
   }
 
+  static constexpr unsigned kAskedForErrors = 32;  // the driver tells them, the word does not
   std::shared_ptr<CudaShared> shared_;
   CUevent event_;
+  const uint32_t* word_ = nullptr;
+  uint32_t number_ = 0;
+  std::atomic<unsigned> asked_{0};
 };
 
 double clock_us() {
@@ -228,6 +250,9 @@ class CudaDevice : public Device {
     d.check(d.priorities(&least, &greatest), "ask for priorities");
     d.check(d.stream_create(&clock_stream_, kStreamNonBlocking, greatest), "create a stream");
     shared_->epoch = shared_->pool.take();
+    if (!d.write_value || !has_unified_addresses()) return;
+    void* words = pinned_words(signs_.size() * kWordsApart);
+    for (size_t lane = 0; lane < signs_.size(); ++lane) signs_[lane].word = static_cast<uint32_t*>(words) + lane * kWordsApart;
   }
   ~CudaDevice() override {
     const Driver& d = shared_->driver;
@@ -237,7 +262,7 @@ class CudaDevice : public Device {
       d.stream_sync(stream);
       d.stream_destroy(stream);
     }
-    for (void* words : flags_) d.host_free(words);
+    for (void* words : words_) d.host_free(words);
     CUcontext popped = nullptr;
     d.pop_current(&popped);
     d.release(ordinal_);
@@ -246,7 +271,8 @@ class CudaDevice : public Device {
   EventPtr record_compute(void* stream) override { return record_on(stream); }
   void compute_wait(void* stream, const EventPtr& event) override { wait_on(stream, event); }
   void gather(void* stream, const std::vector<DeviceCopy>& copies) override;
-  EventPtr record(Lane lane) override { return record_on(stream(lane)); }
+  EventPtr record(Lane lane) override;
+  bool shows_events() override { return signs_[0].word != nullptr; }
   void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
     const Driver& d = shared_->driver;
@@ -289,18 +315,23 @@ class CudaDevice : public Device {
     return event;
   }
   bool more_flags(size_t n) {
-    const Driver& d = shared_->driver;
-    int unified = 0;
-    d.check(d.attribute(&unified, kUnifiedAddresses, ordinal_), "ask for an attribute of the device");
-    if (!d.wait_value || !unified) return false;
+    if (!shared_->driver.wait_value || !has_unified_addresses()) return false;
     const Current current = make_current();
-    void* words = nullptr;
-    d.check(d.host_alloc(&words, n * sizeof(uint32_t), kPortable), "allocate flags");
-    flags_.push_back(words);
-    next_flag_ = static_cast<uint32_t*>(words);
+    next_flag_ = pinned_words(n);
     flags_left_ = n;
-    std::fill_n(next_flag_, n, 0);
     return true;
+  }
+  bool has_unified_addresses() {
+    int unified = 0;
+    shared_->driver.check(shared_->driver.attribute(&unified, kUnifiedAddresses, ordinal_), "ask for an attribute of the device");
+    return unified != 0;
+  }
+  uint32_t* pinned_words(size_t n) {  // zero; the context is current
+    void* words = nullptr;
+    shared_->driver.check(shared_->driver.host_alloc(&words, n * sizeof(uint32_t), kPortable), "allocate flags");
+    words_.push_back(words);
+    std::fill_n(static_cast<uint32_t*>(words), n, 0);
+    return static_cast<uint32_t*>(words);
   }
   void wait_on(CUstream on, const EventPtr& event) {
     const Current current = make_current();
@@ -309,7 +340,9 @@ class CudaDevice : public Device {
   int ordinal_;
   std::shared_ptr<CudaShared> shared_;
   std::array<CUstream, kLanes> streams_{};
-  std::vector<void*> flags_;
+  static constexpr size_t kWordsApart = 16;  // a cache line each
+  std::array<LaneSigns, kLanes> signs_;
+  std::vector<void*> words_;                // flags and signs
   uint32_t* next_flag_ = nullptr;
   size_t flags_left_ = 0;
   // No work is on it, so its events are reached at once. It has its own priority: streams of one
@@ -319,6 +352,19 @@ class CudaDevice : public Device {
   std::array<CUfunction, kUpdateKernels> updates_{};  // as update_kernel numbers them
   CUfunction gather_;
 };
+
+EventPtr CudaDevice::record(Lane lane) {
+  const Driver& d = shared_->driver;
+  LaneSigns& signs = signs_[static_cast<int>(lane)];
+  if (!signs.word) return record_on(stream(lane));
+  const Current current = make_current();
+  auto event = std::make_shared<CudaEvent>(shared_);
+  std::lock_guard lock(signs.mutex);
+  d.check(d.event_record(event->handle(), stream(lane)), "record an event");
+  event->show_by(signs.word, ++signs.recorded);
+  d.check(d.write_value(stream(lane), address(signs.word), signs.recorded, kWriteAfterAll), "write a word behind an event");
+  return event;
+}
 
 // Parameters and launch shape as update_rows.cu lists them. The layout of DeviceUpdate differs from
 // the kernel's Row.

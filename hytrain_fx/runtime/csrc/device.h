@@ -62,12 +62,19 @@ class Event {
     await();
     known_.store(true, std::memory_order_release);
   }
-  // Whether done() or sync() has said so. An event that has come stays so.
+  // Like done(), and never held up by a thread that is blocked in the driver, where the device has
+  // shows_events(). Tells nothing of errors.
+  bool seen() {
+    if (!known_done() && shows()) known_.store(true, std::memory_order_release);
+    return known_done();
+  }
+  // Whether done(), seen() or sync() has said so. An event that has come stays so.
   bool known_done() const { return known_.load(std::memory_order_acquire); }
   virtual double time_us() = 0;
 
  protected:
   virtual bool query() = 0;
+  virtual bool shows() { return query(); }
   virtual void await() = 0;
 
  private:
@@ -125,6 +132,8 @@ class Device {
   virtual void compute_wait(void* stream, const EventPtr& event) = 0;
   virtual void gather(void* stream, const std::vector<DeviceCopy>& copies) = 0;
   virtual EventPtr record(Lane lane) = 0;
+  // Whether events of lanes can be seen to come without the driver.
+  virtual bool shows_events() = 0;
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
   // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where

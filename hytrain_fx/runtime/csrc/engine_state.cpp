@@ -46,7 +46,7 @@ void EngineState::throw_if_failed() {
 void EngineState::raise_all_flags() {
   for (Row& row : rows) {
     for (Chunk& chunk : row.chunks) {
-      if (chunk.is(ChunkState::FLAGGED)) __atomic_store_n(chunk.flag, chunk.raised, __ATOMIC_RELEASE);
+      if (chunk.awaits_flag()) __atomic_store_n(chunk.flag, chunk.raised, __ATOMIC_RELEASE);
     }
   }
 }

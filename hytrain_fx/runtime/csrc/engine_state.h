@@ -77,10 +77,11 @@ struct EngineState {
   std::set<Key> ahead;    // like `updated`, by guessed factors
   StreamQueue streaming;
   int waiting = 0;        // threads in wait()
-  int flagged_rows = 0;   // with FLAGGED chunks
+  int flagged_rows = 0;   // with FLAGGED or PROMISED chunks
   uint64_t commits = 0;
   uint64_t issues = 0;    // copies of new weights
   uint64_t marks = 0;     // events of the compute stream
+  uint64_t landings = 0;  // of gradients, that were begun
   StepClock clock;
   Records records;
   ShadowArena shadows;

@@ -1,109 +1,142 @@
 #include "flagged_tail.h"
 
 #include <algorithm>
+#include <map>
 
 namespace hytrain_fx {
 namespace {
 
-// Queue the tail once the remaining streaming takes less than this many times the launch time. The
-// factor is there because the rest of the forward is launched too, and rates are guesses.
-constexpr double kHidden = 2.0;
 constexpr auto kFollowing = std::chrono::microseconds(200);
+// Between two landings of one backward. What took longer was no backward.
+constexpr double kLongestApartUs = 1e6;
 
 // Whether the lane waits for an update by the CPU. `next`: the first flag that had not been raised
 // at the last call.
 bool stands(const std::vector<Barrier>& barriers, size_t& next) {
   while (next < barriers.size() && is_raised(barriers[next].flag, barriers[next].raised)) ++next;
-  return next < barriers.size() && (!barriers[next].before || barriers[next].before->done());
+  return next < barriers.size() && (!barriers[next].before || barriers[next].before->seen());
 }
+
+bool is_landing(const Row& row) {
+  return row.awaits_copies() &&
+         std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return chunk.is(ChunkState::AWAITED); });
+}
+
+// Likely times of what is to come in a backward that the device is in: landings come as far apart
+// as in the step before, the next one now.
+class Backward {
+ public:
+  Backward(const Rows& rows, uint64_t end_mark, double now_us) : end_mark_(end_mark), last_us_(now_us) {
+    std::map<uint64_t, const Row*> landing;
+    for (const Row& row : rows) {
+      if (is_landing(row)) landing[row.landing_number] = &row;
+    }
+    const Row* before = nullptr;
+    for (const auto& [number, row] : landing) {
+      const double apart_us = before ? row->landed_us - before->landed_us : 0;
+      if (apart_us > 0 && apart_us < kLongestApartUs) last_us_ += apart_us;
+      by_mark_[row->open_mark] = by_row_[row->index] = last_us_;
+      before = row;
+    }
+  }
+  // `otherwise`: of a gradient that is there
+  double landed_us(const Row& row, double otherwise) const {
+    const auto found = by_row_.find(row.index);
+    return found == by_row_.end() ? otherwise : found->second;
+  }
+  // When the compute stream is past this event, as far as the landings tell.
+  double passed_us(uint64_t mark, double otherwise) const {
+    if (mark >= end_mark_) return last_us_;
+    const auto found = by_mark_.lower_bound(mark);
+    return found == by_mark_.end() ? otherwise : found->second;
+  }
+
+ private:
+  uint64_t end_mark_;
+  std::map<int, double> by_row_;
+  std::map<uint64_t, double> by_mark_;
+  double last_us_;
+};
 
 }  // namespace
 
-bool FlaggedTail::is_near() const {
-  if (state_.waiting == 0 || state_.has_failed() || !state_.ahead.empty() || streams_long()) return false;
+bool FlaggedTail::may_be_sent() const {
+  if (state_.waiting == 0 || state_.has_failed() || !state_.ahead.empty()) return false;
+  const bool foreseen = state_.device->shows_events();
   bool any = !state_.streaming.rows.empty();
   for (const Row& row : state_.rows) {
     if (!row.awaits_copies()) continue;
-    if (!row.may_be_flagged()) return false;
+    if (!row.may_be_flagged(foreseen)) return false;
     any = any || std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return !chunk.is_updated(); });
   }
   return any;
 }
 
-bool FlaggedTail::may_be_sent() const {
-  const std::set<Key>& streamed = state_.streaming.rows;
-  return is_near() &&
-         std::all_of(streamed.begin(), streamed.end(), [this](const Key& key) { return state_.row(key).open->known_done(); }) &&
-         std::none_of(state_.rows.begin(), state_.rows.end(),
-                      [](const Row& row) { return row.awaits_copies() && !row.released->known_done(); });
-}
-
-// Whether what is left to be streamed will take much longer than launching a backward, at the rate
-// of this step so far.
-bool FlaggedTail::streams_long() const {
-  const StreamQueue& streaming = state_.streaming;
-  if (streaming.rows.empty()) return false;
-  const double sent = static_cast<double>(streaming.sent_params), left = static_cast<double>(streaming.left());
-  const StepClock& clock = state_.clock;
-  return clock.since_commit_us(state_.device->now_us()) * left > kHidden * clock.last_launching_us() * sent;
-}
-
-// In the order in which workers take them.
-std::set<Key> FlaggedTail::flag() {
-  std::set<Key> updating;
-  for (Row& row : state_.rows) {
+// What is still to go: new weights, updated or not, then states.
+std::vector<LaneItem> FlaggedTail::items(double now_us) const {
+  const Backward backward(state_.rows, state_.marks, now_us);
+  std::vector<LaneItem> items;
+  for (const Row& row : state_.rows) {
     if (!row.awaits_copies()) continue;
+    const double landed_us = backward.landed_us(row, now_us);
+    const double released_us = std::max(landed_us, row.open_mark >= state_.marks ? backward.passed_us(row.open_mark, now_us) : now_us);
     for (int c = 0; c < row.size(); ++c) {
-      Chunk& chunk = row.chunks[c];
-      if (chunk.is_updated()) continue;
-      chunk.set_state(ChunkState::FLAGGED);
-      ++chunk.raised;
-      if (row.flagged++ == 0) ++state_.flagged_rows;
-      updating.insert(row.key(c));
+      const Chunk& chunk = row.chunks[c];
+      if (chunk.is(ChunkState::SENT)) continue;
+      const auto params = static_cast<double>(chunk.params());
+      const double left = params * (chunk.granules() - chunk.finished) / chunk.granules();
+      const bool is_there = !chunk.is(ChunkState::AWAITED);
+      items.push_back({row.key(c), false, params * static_cast<double>(row.copied_bytes()), left, is_there ? now_us : landed_us, released_us});
     }
   }
-  return updating;
-}
-
-// What is updated comes first, then the others, lowest unit first. A weight stands after the states
-// that will be there before it is updated, if both kinds end together. One more visit between keeps
-// the lane from waiting for a worker.
-std::vector<Upload> FlaggedTail::take() {
-  std::vector<Upload> rest;
-  for (const Key& key : state_.updated) rest.push_back({key.row, key.chunk});
-  const std::set<Key> updating = flag();
-  auto params = [this](const Key& key) { return static_cast<double>(state_.chunk(key).params()); };
-  // parameters: all; of them the updated, of those to be streamed the ones on the lane
-  double to_update = 0, updated = 0, streamed = 0;
-  for (const Key& key : updating) to_update += params(key);
-  const double to_stream = static_cast<double>(state_.streaming.left());
-  auto next = updating.begin();
-  auto add_updating = [&](double until) {
-    for (; next != updating.end() && updated + params(*next) <= until; ++next) {
-      updated += params(*next);
-      rest.push_back({next->row, next->chunk, Load::FLAGGED});
-    }
-  };
   for (const Key& key : state_.streaming.rows) {
     const Row& row = state_.row(key);
+    const double open_us = backward.passed_us(row.open_mark, now_us);
     for (int c = row.streamed.chunks; c < row.size(); ++c) {
-      add_updating((streamed - kChunk) / to_stream * to_update);
-      rest.push_back({key.row, c, Load::STATES});
-      streamed += static_cast<double>(row.chunks[c].params());
+      const auto params = static_cast<double>(row.chunks[c].params());
+      items.push_back({row.key(c), true, params * static_cast<double>(row.streamed_bytes()), 0, open_us, open_us});
     }
   }
-  add_updating(to_update);
+  return items;
+}
+
+// Workers take what has landed in the lane's order. By units, a chunk that lands a little later than
+// foreseen would be put off behind all that lands meanwhile, and hold the lane up for as long.
+void FlaggedTail::flag(const Key& key, int place) {
+  Row& row = state_.row(key);
+  Chunk& chunk = state_.chunk(key);
+  const bool is_queued = state_.ready.erase(key) > 0;
+  row.promised = row.generation;
+  chunk.set_state(chunk.is(ChunkState::AWAITED) ? ChunkState::PROMISED : ChunkState::FLAGGED);
+  chunk.place = place;
+  ++chunk.raised;
+  if (is_queued) state_.ready.insert(row.key(key.chunk));
+  if (row.flagged++ == 0) ++state_.flagged_rows;
+}
+
+std::vector<Upload> FlaggedTail::take(double bytes_per_us, double busy_us, int slots) {
+  const double now_us = state_.device->now_us() + busy_us;
+  const std::vector<LaneItem> all = items(now_us);
+  std::vector<Upload> rest;
+  int place = 0;
+  for (size_t i : lane_order(all, {state_.clock.params_per_us(), bytes_per_us}, slots, now_us)) {
+    const LaneItem& item = all[i];
+    const bool is_flagged = !item.is_states && !state_.chunk(item.key).is_updated();
+    if (is_flagged) flag(item.key, ++place);
+    rest.push_back({item.key.row, item.key.chunk, item.is_states ? Load::STATES : is_flagged ? Load::FLAGGED : Load::WEIGHT});
+  }
   return rest;
 }
 
-// The driver is asked without the lock, and not made to wait.
+// The driver is not asked: it may hold this thread up for as long as the launching thread is
+// blocked in it.
 void FlaggedTail::follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock) {
   bool there = false;
   size_t next = 0;
   double asked_us = state_.device->now_us();
   while (!there && !state_.stop && !state_.has_failed()) {
     lock.unlock();
-    there = last.done();
+    there = last.seen();
     const bool held = !there && stands(barriers, next);
     if (!there) std::this_thread::sleep_for(kFollowing);
     lock.lock();

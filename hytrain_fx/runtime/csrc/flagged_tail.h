@@ -3,18 +3,20 @@
 // that leaves the staging memory it takes.
 //
 // The launching thread can leave wait() only when the copies of a row's new weight are on the lane:
-// before that the compute stream has nothing to wait for. So after the last wait() of a forward it
-// launches a whole backward while every worker and the link are idle, and only then step() gives
-// them work. With the rest of a step on the lane the thread goes on while that work is done, and
-// the next commit comes that much earlier. For this, streamed updates are held back until they take
-// no longer than launching does: until then the next copy is chosen when the lane has room.
+// before that the compute stream has nothing to wait for. So while the next copy is chosen when the
+// lane has room, it launches no forward before the last backward has ended, and its next commit
+// comes late in a backward, with workers and link idle until then. With the rest of a step on the
+// lane, once somebody waits for it, the thread goes on while that work is done, and the next commit
+// comes before its backward. Gradients need not have come: their chunks are PROMISED, and stand on
+// the lane in the order in which they are likely to be updated (lane_order.h). Workers take them in
+// this order, too.
 //
-// What stands on the lane waits for workers only, and they call no driver. So nobody waits for a
-// launching thread that is blocked in the driver, in a synchronisation or before a full queue.
-// (If the compute stream waited for copies that are not issued, loss.item() would never return:
-// while it waits, the driver lets no other thread issue a copy. Seen with driver 580 on an H200.)
-// For the same reason no driver call that may block is made with the lock held while chunks are
-// flagged: workers take the lock.
+// What stands on the lane waits for the device, the lander and workers only, and these call no
+// driver for it. So nobody waits for a launching thread that is blocked in the driver, in a
+// synchronisation or before a full queue. (If the compute stream waited for copies that are not
+// issued, loss.item() would never return: while it waits, the driver lets no other thread issue a
+// copy. Seen with driver 580 on an H200.) For the same reason no driver call that may block is made
+// with the lock held while chunks are flagged: lander and workers take the lock.
 //
 // A row whose wait() has passed stays PASSED until its last chunk is updated. What the launching
 // thread does to it meanwhile belongs to the next step: release() and arms hold from then on. Its
@@ -23,16 +25,16 @@
 // of all rows.
 #pragma once
 
-#include <set>
 #include <vector>
 
 #include "engine_state.h"
+#include "lane_order.h"
 #include "upload.h"
 
 namespace hytrain_fx {
 
 struct Barrier {  // a flag that the lane waits for
-  EventPtr before;  // done: the lane has come so far; null: at once
+  EventPtr before;  // seen: the lane has come so far; null: at once
   const uint32_t* flag;
   uint32_t raised;
 };
@@ -41,13 +43,12 @@ class FlaggedTail {
  public:
   explicit FlaggedTail(EngineState& state) : state_(state) {}
 
-  // Whether the rest of the step can be put on the lane once the compute stream is so far. Someone
-  // must wait for it, and nothing may be left in between except what the engine does by itself.
-  bool is_near() const;
-  bool may_be_sent() const;  // whether that is known to be so
+  // Whether the rest of the step can be put on the lane: someone waits for it, and nothing is left
+  // in between except what the engine and the device do by themselves.
+  bool may_be_sent() const;
   // What is to be put on the lane, in its order. From here on, chunks that are not updated are
-  // FLAGGED.
-  std::vector<Upload> take();
+  // FLAGGED or PROMISED. `busy_us`: the lane has work for so long; `slots`: of staging memory.
+  std::vector<Upload> take(double bytes_per_us, double busy_us, int slots);
   // Called by the uploader, until the last streamed states are on the device, for FinishTimes.
   void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock);
   bool is_followed() const { return following_; }
@@ -56,8 +57,8 @@ class FlaggedTail {
   void await_end(EngineLock& lock) const;
 
  private:
-  bool streams_long() const;
-  std::set<Key> flag();
+  std::vector<LaneItem> items(double now_us) const;
+  void flag(const Key& key, int place);
 
   EngineState& state_;
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane

@@ -1,10 +1,22 @@
 #include "lander.h"
 
 namespace hytrain_fx {
+namespace {
+
+constexpr auto kPoll = std::chrono::microseconds(50);
+constexpr int kPolls = 20;  // until the lock is taken again
+constexpr double kAskAfterUs = 5e6;
+
+}  // namespace
 
 void Lander::expect(const std::vector<GradLanding>& landings) {
   for (const GradLanding& landing : landings) {
-    for (const Part& part : landing.parts) state_.rows[part.row].landing = landing.event;
+    ++state_.landings;
+    for (const Part& part : landing.parts) {
+      Row& row = state_.rows[part.row];
+      row.landing = landing.event;
+      row.landing_number = state_.landings;
+    }
     landings_.push_back({landing, {}});
   }
   state_.landed_cv.notify_one();
@@ -24,10 +36,7 @@ void Lander::run() {
     const Landing landing = std::move(landings_.front());
     landings_.pop_front();
     const bool has_grads = !landing.grads.parts.empty();
-    lock.unlock();
-    (has_grads ? landing.grads.event : landing.factors.event)->sync();
-    sleep_us(state_.provoked.lander_delay_us);
-    lock.lock();
+    if (!await(*(has_grads ? landing.grads.event : landing.factors.event), lock)) return;
     if (has_grads) {
       grads_came(landing.grads);
     } else {
@@ -36,15 +45,47 @@ void Lander::run() {
   }
 }
 
+// False where the engine stops. Whoever launches may be blocked in the driver until an update that
+// waits for this landing has raised its flag. So the driver, which would hold this thread up too, is
+// asked only when nothing has come for long and no flag is awaited: for errors of the device.
+bool Lander::await(Event& event, EngineLock& lock) {
+  double asked_us = state_.device->now_us();
+  while (!event.known_done()) {
+    const bool ask = state_.flagged_rows == 0 && state_.device->now_us() - asked_us > kAskAfterUs;
+    lock.unlock();
+    for (int i = 0; i < kPolls && !event.seen(); ++i) std::this_thread::sleep_for(kPoll);
+    if (ask && !event.known_done()) event.done();
+    lock.lock();
+    if (ask) asked_us = state_.device->now_us();
+    if (state_.stop) return false;
+  }
+  if (state_.provoked.lander_delay_us > 0) {
+    lock.unlock();
+    sleep_us(state_.provoked.lander_delay_us);
+    lock.lock();
+  }
+  return true;
+}
+
 void Lander::grads_came(const GradLanding& landing) {
   const Part& first = landing.parts.front();
+  const double now_us = state_.device->now_us();
   if (landing.begin) state_.records.note_lane(kToHost, first.row, first.chunk, landing.begin, landing.event);
   for (const Part& part : landing.parts) {
     Row& row = state_.rows[part.row];
+    Chunk& chunk = row.chunks[part.chunk];
+    if (chunk.is(ChunkState::PROMISED) && row.promised == part.generation) {
+      chunk.set_state(ChunkState::FLAGGED);
+      state_.ready.insert(row.key(part.chunk));
+      state_.work_cv.notify_all();
+      row.landed_us = now_us;
+      continue;
+    }
     if (row.generation != part.generation) continue;  // dropped by zero_grad() and begun again
     // Dropped, and the row's last update may have ended since: its chunks are not this gradient's.
     if (row.phase == Phase::IDLE || row.phase == Phase::PASSED) continue;
-    row.chunks[part.chunk].set_state(ChunkState::LANDED);
+    row.landed_us = now_us;
+    chunk.set_state(ChunkState::LANDED);
     state_.queue_ready(row, part.chunk);
   }
 }

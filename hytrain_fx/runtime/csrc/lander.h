@@ -37,6 +37,7 @@ class Lander {
     GradLanding grads;
     FactorLanding factors;  // where there are no parts
   };
+  bool await(Event& event, EngineLock& lock);
   void grads_came(const GradLanding& landing);
 
   EngineState& state_;

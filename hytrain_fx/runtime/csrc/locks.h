@@ -4,7 +4,7 @@
 //   session `compiles` Python (session/turns.py): a graph is compiled
 //   session `state`    Python (session/turns.py): a thread changes or reads what the session keeps
 //   kEngine            EngineState::mutex: rows, chunks and their queues
-//   kQueue             WorkQueue::mutex_: what a lane of the CPU device has to do
+//   kQueue             WorkQueue::mutex_, LaneSigns::mutex: what a lane of the device has to do
 //   kEvent             CpuEvent::mutex_: whether the event has fired
 //   kEventPool         EventPool::mutex_: CUDA events that are free
 //

@@ -77,6 +77,7 @@ struct FinishTimes {
   int64_t ahead;         // gradients offloaded by then, before their rows' previous updates ended
   // parameters of updates put on the lane to the device together, as the step's rest
   int64_t at_once;
+  int64_t promised;      // of these, new weights whose gradients had not come by then
 };
 
 struct DeviceStates {

@@ -19,11 +19,12 @@ bool Row::may_be_queued() const {
 
 // Not where the new weight has its own memory: if the update failed, what was there before would go
 // out as the weight. Nor from memory that is not pinned, which is read before the flag is up.
-bool Row::may_be_flagged() const {
+bool Row::may_be_flagged(bool foreseen) const {
   if (new_weight() != host.master || !host.pinned) return false;
   if (!is_armed(Arm::RELOAD) || !released || factors_are != Factors::KNOWN || is_early()) return false;
-  return std::all_of(chunks.begin(), chunks.end(), [](const Chunk& chunk) {
+  return std::all_of(chunks.begin(), chunks.end(), [this, foreseen](const Chunk& chunk) {
     if (!chunk.flag || chunk.guessed > 0) return false;
+    if (chunk.is(ChunkState::AWAITED)) return foreseen && landed_us > 0;
     return chunk.is(ChunkState::QUEUED) || chunk.is(ChunkState::UPDATED) || chunk.is(ChunkState::SENT);
   });
 }
@@ -81,6 +82,12 @@ void Row::give_weight(const EventPtr& end) {
 
 // A 16-bit weight has its own memory (`out`), unless it is half of its master.
 const void* Row::new_weight() const { return host.low || weight_bytes() == 4 ? host.master : host.out; }
+
+int64_t Row::streamed_bytes() const {
+  int64_t bytes = host.low ? 2 : 4;
+  for (const void* state : host.states.at) bytes += state ? host.states.width : 0;
+  return bytes;
+}
 
 HostArrays Row::home(int64_t begin) const {
   return {host.low ? host.low + begin : nullptr, host.states.from(begin)};

@@ -51,10 +51,12 @@ enum class Factors : uint8_t {  // of the last commit
 // Nodes of the backward graph that have run: a bit each.
 enum class Arm : uint8_t { CPU = 1, RELOAD = 2 };
 
-// The order in which work is due.
+// The order in which work is due: what stands on the lane behind flags in the lane's order, what
+// the lane has yet to choose from by units.
 struct Key {
-  int unit, row, chunk;
+  int unit, row, chunk, place = 0;
   friend bool operator<(const Key& a, const Key& b) {
+    if (a.place != b.place) return a.place < b.place;
     if (a.unit != b.unit) return a.unit < b.unit;
     return a.row != b.row ? a.row < b.row : a.chunk < b.chunk;
   }
@@ -73,7 +75,7 @@ class Row {
   Row(const RowSpec& spec, int index, uint32_t* flags);
 
   int size() const { return static_cast<int>(chunks.size()); }
-  Key key(int chunk) const { return {spec.unit, index, chunk}; }
+  Key key(int chunk) const { return {spec.unit, index, chunk, chunks[chunk].place}; }
   std::string name() const { return "row " + std::to_string(index); }
 
   bool has_copy() const { return parameter_dtype == Dtype::kF32 && weight_dtype() != Dtype::kF32; }
@@ -81,6 +83,7 @@ class Row {
   int64_t weight_bytes() const { return bytes_of(weight_dtype()); }
   // on the host: whole, or the weight's half
   int64_t master_bytes() const { return host.low ? 2 : 4; }
+  int64_t streamed_bytes() const;  // of a master, where it is not half in the weight, and its states; an element's
   int64_t slot_grad_bytes() const { return bytes_of(grad_dtype); }
   Dtype device_grad_dtype() const { return has_copy() ? Dtype::kF32 : weight_dtype(); }
 
@@ -98,7 +101,8 @@ class Row {
   bool may_be_queued() const;
   // of new weights that the CPU updates
   bool awaits_copies() const { return phase == Phase::PENDING && on_host() && !is_issued(); }
-  bool may_be_flagged() const;
+  // `foreseen`: also where its gradient is on its way, if the last one tells when it will be there
+  bool may_be_flagged(bool foreseen) const;
   bool was_foreseen(const CommitItem& item) const;
   bool is_home() const;  // no state is in a shadow
 
@@ -109,6 +113,8 @@ class Row {
   void open_at(const EventPtr& event, uint64_t mark);
   void give_weight(const EventPtr& end);
   const void* new_weight() const;  // where an update by the CPU leaves it
+  // of an element that goes to the device then: none where the weight rests on the host
+  int64_t copied_bytes() const { return spec.weight == new_weight() ? 0 : weight_bytes(); }
   HostArrays home(int64_t begin) const;
   void restore_master(int64_t begin, int64_t n, const char* kept) const;
 
@@ -136,6 +142,9 @@ class Row {
   int flagged = 0;                       // chunks
 
   EventPtr landing, ready, released;
+  uint64_t landing_number = 0;  // landings come in this order
+  double landed_us = 0;         // when the last gradient that came was there
+  uint64_t promised = 0;        // generation of the gradient that PROMISED chunks await
   // the one of ready and released that was recorded last: from it on the row may be updated
   EventPtr open;
   uint64_t open_mark = 0;  // its number: the compute stream's events come in the order of recording

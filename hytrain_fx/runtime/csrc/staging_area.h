@@ -22,6 +22,7 @@ class StagingArea {
   void set(const StagingMemory& memory, EngineMutex& mutex);
 
   bool is_empty() const { return slots_.empty(); }
+  int size() const { return static_cast<int>(slots_.size()); }
   // Null where all are in use, as far as is known.
   StagingSlot* free_slot();
   // The one whose last visit ends first, though it may not have ended.

@@ -17,7 +17,9 @@ void StepClock::begin_step(double called_us, double now_us, bool has_ended) {
   last_launching_us_ = finish_.launching_us;
   last_finish_ = has_ended ? finish_ : FinishTimes{};
   finish_ = {};
+  if (workers_busy_us_ > 0) params_per_us_ = static_cast<double>(updated_params_) / workers_busy_us_;
   first_update_us_ = workers_busy_us_ = 0;
+  updated_params_ = 0;
   commit_us_ = now_us;
 }
 
@@ -33,11 +35,12 @@ void StepClock::released(double now_us) {
   launched_us_ = now_us;
 }
 
-void StepClock::worked(double begin_us, double end_us, int workers) {
+void StepClock::worked(double begin_us, double end_us, int workers, int64_t params) {
   // one ahead of its commit, or late after the one before
   begin_us = std::max(begin_us, commit_us_);
   if (workers_busy_us_ == 0) first_update_us_ = begin_us;
   workers_busy_us_ += (end_us - begin_us) / workers;
+  updated_params_ += params;
 }
 
 void StepClock::updated(double now_us) {

@@ -16,17 +16,22 @@ class StepClock {
   void passed(double now_us);
   void released(double now_us);
   // Workers: one of `workers` was busy; an update by the CPU has ended.
-  void worked(double begin_us, double end_us, int workers);
+  void worked(double begin_us, double end_us, int workers, int64_t params);
   void updated(double now_us);
   // The uploader: the last states are on the device, or on their way; the lane stood still before
   // them.
   void streamed(double now_us) { finish_.streamed_us = now_us - commit_us_; }
   void held(double us) { finish_.streamed_held_us += us; }
   void ran_ahead() { ++finish_.ahead; }
-  void sent_at_once(int64_t params) { finish_.at_once += params; }
+  void sent_at_once(int64_t params, bool promised) {
+    finish_.at_once += params;
+    finish_.promised += promised ? params : 0;
+  }
 
   double since_commit_us(double now_us) const { return now_us - commit_us_; }
   double last_launching_us() const { return last_launching_us_; }
+  // of the CPU in the step before, all workers together; 0: not known
+  double params_per_us() const { return params_per_us_; }
   const FinishTimes& last() const { return last_finish_; }
 
  private:
@@ -41,6 +46,8 @@ class StepClock {
   // since the last commit: begin of the first update by the CPU
   double first_update_us_ = 0;
   double workers_busy_us_ = 0;               // since then: workers' time over their number
+  int64_t updated_params_ = 0;               // by them
+  double params_per_us_ = 0;
   // of the last commit, as far as it has come; of the one before
   FinishTimes finish_{}, last_finish_{};
 };

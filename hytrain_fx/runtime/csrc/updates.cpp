@@ -102,6 +102,7 @@ void Updates::end_restored(const Key& key) {
 // The flag goes up last: what it lets through may be the row's next gradient.
 void Updates::end_flagged(Row& row, Chunk& chunk) {
   chunk.set_state(ChunkState::SENT);
+  chunk.place = 0;
   if (--row.flagged == 0) {
     --state_.flagged_rows;
     row.last_busy_us = row.busy_us;

@@ -16,15 +16,26 @@ bool may_be_overwritten(const Row& row) { return row.is_armed(Arm::RELOAD) && ro
 
 }  // namespace
 
+void CopyRate::copied(int64_t bytes, double begin_us, double end_us, bool is_busy) {
+  constexpr double kKept = 0.95;  // of what is known, with each copy
+  // one copy after the other: the last ended shortly before this wait, or in it
+  const bool counts = is_busy && last_us_ > 0 && begin_us - last_us_ < 0.5 * (end_us - last_us_);
+  if (counts) {
+    bytes_ = kKept * bytes_ + static_cast<double>(bytes);
+    us_ = kKept * us_ + end_us - last_us_;
+  }
+  last_us_ = is_busy ? end_us : 0;
+}
+
 void Uploader::run() {
   state_.device->bind_thread();
   EngineLock lock(state_.mutex);
   while (true) {
     state_.upload_cv.wait(lock, [this] {
-      return state_.stop || !state_.updated.empty() || !state_.ahead.empty() || !state_.streaming.rows.empty() || tail_.is_near();
+      return state_.stop || !state_.updated.empty() || !state_.ahead.empty() || !state_.streaming.rows.empty() || tail_.may_be_sent();
     });
     if (state_.stop) return;
-    ask_events(lock);
+    if (!tail_.may_be_sent()) ask_events(lock);
     if (tail_.may_be_sent()) {
       send_rest(lock);
     } else if (bytes_ >= kBytesInFlight) {
@@ -44,7 +55,10 @@ void Uploader::await_first(EngineLock& lock) {
   in_flight_.pop_front();
   bytes_ -= first.bytes;
   lock.unlock();
+  const double begin_us = state_.device->now_us();
+  const bool is_busy = !first.end->known_done();
   first.end->sync();
+  rate_.copied(first.bytes, begin_us, state_.device->now_us(), is_busy);
   lock.lock();
 }
 
@@ -53,7 +67,7 @@ void Uploader::await_first(EngineLock& lock) {
 // is made with the lock, from what is known. An event that a row was given in between counts as not
 // come, and is asked for the next time.
 void Uploader::ask_events(EngineLock& lock) const {
-  enum { kRest, kReleased, kOpen, kStored, kChoices };
+  enum { kReleased, kOpen, kStored, kChoices };
   std::array<std::vector<EventPtr>, kChoices> asked;
   // rows that come one after the other often share an event
   auto add = [&asked](int choice, const EventPtr& event) {
@@ -62,12 +76,6 @@ void Uploader::ask_events(EngineLock& lock) const {
     return event->known_done();
   };
   const std::set<Key>& streamed = state_.streaming.rows;
-  if (tail_.is_near()) {
-    for (const Key& key : streamed) add(kRest, state_.row(key).open);
-    for (const Row& row : state_.rows) {
-      if (row.awaits_copies()) add(kRest, row.released);
-    }
-  }
   for (const Key& key : state_.updated.empty() ? state_.ahead : state_.updated) {
     const Row& row = state_.row(key);
     if (row.is_armed(Arm::RELOAD) && row.released && add(kReleased, row.released)) break;
@@ -82,8 +90,7 @@ void Uploader::ask_events(EngineLock& lock) const {
   lock.unlock();
   for (int choice = 0; choice < kChoices; ++choice) {
     for (const EventPtr& event : asked[choice]) {
-      // of the rest all must have come, else the first that has is taken
-      if (event->done() == (choice != kRest)) break;
+      if (event->done()) break;  // the first that has come is taken
     }
   }
   lock.lock();
@@ -119,10 +126,13 @@ InFlight Uploader::send_weight(const Upload& upload, EngineLock& lock) {
   Chunk& chunk = row.chunks[upload.chunk];
   state_.updated.erase(row.key(upload.chunk));
   const bool recording = state_.records.on();
+  const EventPtr released = row.released;
   lock.unlock();
   sleep_us(state_.provoked.uploader_delay_us);
   if (state_.provoked.copy_fails_in == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
   if (upload.load == Load::FLAGGED) state_.device->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
+  // Read until then. Rows that come one after the other often share an event.
+  if (!released->known_done() && released != awaited_) state_.device->wait(Lane::H2D, awaited_ = released);
   const InFlight sent = copy_weight(row, upload, recording);
   lock.lock();
   note_copy(upload, sent);
@@ -152,10 +162,9 @@ InFlight Uploader::send_ahead(const Upload& upload, EngineLock& lock) {
 
 InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool recording) {
   const Chunk& chunk = row.chunks[upload.chunk];
-  const bool rests_there = row.spec.weight == row.new_weight();  // the half of the master on the host
-  const int64_t size = row.weight_bytes(), at = chunk.begin * size, bytes = rests_there ? 0 : chunk.params() * size;
+  const int64_t at = chunk.begin * row.weight_bytes(), bytes = chunk.params() * row.copied_bytes();
   EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
-  if (!rests_there) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
+  if (bytes > 0) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
   return {state_.device->record(Lane::H2D), bytes, before};
 }
 
@@ -169,9 +178,9 @@ void Uploader::send_rest(EngineLock& lock) {
   EventPtr last, before;
   std::vector<Barrier> barriers;
   tail_.set_followed(!state_.streaming.rows.empty());
-  for (Upload& upload : tail_.take()) {
+  for (Upload& upload : tail_.take(rate_.bytes_per_us(), static_cast<double>(bytes_) / rate_.bytes_per_us(), staging_.size())) {
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
-    state_.clock.sent_at_once(chunk.params());
+    state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
     if (upload.load == Load::FLAGGED) barriers.push_back({before, chunk.flag, chunk.raised});
     if (upload.load == Load::STATES) upload.slot = staging_.next_slot();
     before = send(upload, lock).end;

@@ -53,7 +53,7 @@ void Workers::update(int worker, const Key& ready, EngineLock& lock) {
   const double end_us = state_.device->now_us();
   lock.lock();
   row.busy_us += (end_us - begin_us) / state_.options.workers;
-  state_.clock.worked(begin_us, end_us, state_.options.workers);
+  state_.clock.worked(begin_us, end_us, state_.options.workers, chunk.granule_params(task.granule));
   state_.records.note_update(key.row, key.chunk, worker, begin_us, end_us);
   ++chunk.finished;
   updates_.finish(key);

@@ -93,7 +93,7 @@ class CFinishTimes(Structure):
 
     _fields_ = [
         *((name, c_double) for name in ("cpu_us", "streamed_us", "cpu_paused_us", "cpu_begun_us", "streamed_held_us", "launching_us")),
-        *((name, c_int64) for name in ("ahead", "at_once")),
+        *((name, c_int64) for name in ("ahead", "at_once", "promised")),
     ]
 
 
