@@ -23,10 +23,13 @@ bool is_landing(const Row& row) {
 }
 
 // Likely times of what is to come in a backward that the device is in: landings come as far apart
-// as in the step before, the next one now.
+// as in the step before, the next one now. An event of the compute stream comes when the gradients
+// of all rows that were open before it have: what Inductor may read until the end, such as a norm's
+// weight, lands early and is open late.
 class Backward {
  public:
-  Backward(const Rows& rows, uint64_t end_mark, double now_us) : end_mark_(end_mark), last_us_(now_us) {
+  Backward(const Rows& rows, double now_us) : now_us_(now_us) {
+    double last_us = now_us;
     std::map<uint64_t, const Row*> landing;
     for (const Row& row : rows) {
       if (is_landing(row)) landing[row.landing_number] = &row;
@@ -34,28 +37,27 @@ class Backward {
     const Row* before = nullptr;
     for (const auto& [number, row] : landing) {
       const double apart_us = before ? row->landed_us - before->landed_us : 0;
-      if (apart_us > 0 && apart_us < kLongestApartUs) last_us_ += apart_us;
-      by_mark_[row->open_mark] = by_row_[row->index] = last_us_;
+      if (apart_us > 0 && apart_us < kLongestApartUs) last_us += apart_us;
+      by_row_[row->index] = last_us;
+      by_mark_[row->open_mark] = std::max(by_mark_[row->open_mark], last_us);
       before = row;
     }
+    double passed_us = now_us;
+    for (auto& [mark, landed_us] : by_mark_) passed_us = landed_us = std::max(landed_us, passed_us);
   }
-  // `otherwise`: of a gradient that is there
-  double landed_us(const Row& row, double otherwise) const {
+  double landed_us(const Row& row) const {
     const auto found = by_row_.find(row.index);
-    return found == by_row_.end() ? otherwise : found->second;
+    return found == by_row_.end() ? now_us_ : found->second;
   }
-  // When the compute stream is past this event, as far as the landings tell.
-  double passed_us(uint64_t mark, double otherwise) const {
-    if (mark >= end_mark_) return last_us_;
-    const auto found = by_mark_.lower_bound(mark);
-    return found == by_mark_.end() ? otherwise : found->second;
+  double open_us(const Row& row) const {
+    const auto after = by_mark_.upper_bound(row.open_mark);
+    return after == by_mark_.begin() ? now_us_ : std::prev(after)->second;
   }
 
  private:
-  uint64_t end_mark_;
+  double now_us_;
   std::map<int, double> by_row_;
   std::map<uint64_t, double> by_mark_;
-  double last_us_;
 };
 
 }  // namespace
@@ -74,12 +76,11 @@ bool FlaggedTail::may_be_sent() const {
 
 // What is still to go: new weights, updated or not, then states.
 std::vector<LaneItem> FlaggedTail::items(double now_us) const {
-  const Backward backward(state_.rows, state_.marks, now_us);
+  const Backward backward(state_.rows, now_us);
   std::vector<LaneItem> items;
   for (const Row& row : state_.rows) {
     if (!row.awaits_copies()) continue;
-    const double landed_us = backward.landed_us(row, now_us);
-    const double released_us = std::max(landed_us, row.open_mark >= state_.marks ? backward.passed_us(row.open_mark, now_us) : now_us);
+    const double landed_us = backward.landed_us(row), released_us = std::max(landed_us, backward.open_us(row));
     for (int c = 0; c < row.size(); ++c) {
       const Chunk& chunk = row.chunks[c];
       if (chunk.is(ChunkState::SENT)) continue;
@@ -91,7 +92,7 @@ std::vector<LaneItem> FlaggedTail::items(double now_us) const {
   }
   for (const Key& key : state_.streaming.rows) {
     const Row& row = state_.row(key);
-    const double open_us = backward.passed_us(row.open_mark, now_us);
+    const double open_us = backward.open_us(row);
     for (int c = row.streamed.chunks; c < row.size(); ++c) {
       const auto params = static_cast<double>(row.chunks[c].params());
       items.push_back({row.key(c), true, params * static_cast<double>(row.streamed_bytes()), 0, open_us, open_us});
