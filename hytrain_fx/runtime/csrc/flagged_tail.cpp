@@ -6,16 +6,46 @@
 namespace hytrain_fx {
 namespace {
 
-constexpr auto kFollowing = std::chrono::microseconds(200);
+constexpr auto kFollowing = std::chrono::microseconds(100);
 // Between two landings of one backward. What took longer was no backward.
 constexpr double kLongestApartUs = 1e6;
 
-// Whether the lane waits for an update by the CPU. `next`: the first flag that had not been raised
-// at the last call.
-bool stands(const std::vector<Barrier>& barriers, size_t& next) {
-  while (next < barriers.size() && is_raised(barriers[next].flag, barriers[next].raised)) ++next;
-  return next < barriers.size() && (!barriers[next].before || barriers[next].before->seen());
-}
+// How far the lane has come, and how fast it is: the median over its streamed states, as some of
+// them stand and wait.
+class Progress {
+ public:
+  explicit Progress(const std::vector<OnLane>& rest) : rest_(rest) {}
+  void look(double now_us) {
+    double bytes = 0;
+    bool has_states = false;
+    const size_t before = ended_;
+    for (; ended_ < rest_.size() && rest_[ended_].end->seen(); ++ended_) {
+      bytes += static_cast<double>(rest_[ended_].bytes);
+      has_states = has_states || rest_[ended_].is_states;
+    }
+    if (ended_ == before) return;
+    if (has_states && last_us_ > 0 && now_us > last_us_) rates_.push_back(bytes / (now_us - last_us_));
+    last_us_ = now_us;
+  }
+  // It waits for an update by the CPU, and not for the gradient. With the lock held.
+  bool stands() const {
+    const Chunk* awaited = ended_ < rest_.size() ? rest_[ended_].awaited : nullptr;
+    return awaited && awaited->is(ChunkState::FLAGGED);
+  }
+  bool has_come_to(size_t end) const { return ended_ >= end; }
+  double bytes_per_us(double otherwise) {
+    if (rates_.size() < kLeastRates) return otherwise;
+    std::nth_element(rates_.begin(), rates_.begin() + static_cast<std::ptrdiff_t>(rates_.size() / 2), rates_.end());
+    return rates_[rates_.size() / 2];
+  }
+
+ private:
+  static constexpr size_t kLeastRates = 5;
+  const std::vector<OnLane>& rest_;
+  size_t ended_ = 0;
+  double last_us_ = 0;
+  std::vector<double> rates_;
+};
 
 bool is_landing(const Row& row) {
   return row.awaits_copies() &&
@@ -30,12 +60,13 @@ class Backward {
  public:
   Backward(const Rows& rows, double now_us) : now_us_(now_us) {
     double last_us = now_us;
-    std::map<uint64_t, const Row*> landing;
+    std::vector<const Row*> landing;
     for (const Row& row : rows) {
-      if (is_landing(row)) landing[row.landing_number] = &row;
+      if (is_landing(row)) landing.push_back(&row);
     }
+    std::sort(landing.begin(), landing.end(), [](const Row* a, const Row* b) { return a->landing_number < b->landing_number; });
     const Row* before = nullptr;
-    for (const auto& [number, row] : landing) {
+    for (const Row* row : landing) {
       const double apart_us = before ? row->landed_us - before->landed_us : 0;
       if (apart_us > 0 && apart_us < kLongestApartUs) last_us += apart_us;
       by_row_[row->index] = last_us;
@@ -115,12 +146,12 @@ void FlaggedTail::flag(const Key& key, int place) {
   if (row.flagged++ == 0) ++state_.flagged_rows;
 }
 
-std::vector<Upload> FlaggedTail::take(double bytes_per_us, double busy_us, int slots) {
-  const double now_us = state_.device->now_us() + busy_us;
+std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
+  const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us_;
   const std::vector<LaneItem> all = items(now_us);
   std::vector<Upload> rest;
   int place = 0;
-  for (size_t i : lane_order(all, {state_.clock.params_per_us(), bytes_per_us}, slots, now_us)) {
+  for (size_t i : lane_order(all, {state_.clock.params_per_us(), bytes_per_us_}, slots, now_us)) {
     const LaneItem& item = all[i];
     const bool is_flagged = !item.is_states && !state_.chunk(item.key).is_updated();
     if (is_flagged) flag(item.key, ++place);
@@ -131,20 +162,21 @@ std::vector<Upload> FlaggedTail::take(double bytes_per_us, double busy_us, int s
 
 // The driver is not asked: it may hold this thread up for as long as the launching thread is
 // blocked in it.
-void FlaggedTail::follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock) {
-  bool there = false;
-  size_t next = 0;
+void FlaggedTail::follow(const std::vector<OnLane>& rest, uint64_t commit, EngineLock& lock) {
+  Progress lane(rest);
+  size_t end = rest.size();
+  while (end > 0 && !rest[end - 1].is_states) --end;
   double asked_us = state_.device->now_us();
-  while (!there && !state_.stop && !state_.has_failed()) {
+  while (!lane.has_come_to(end) && !state_.stop && !state_.has_failed()) {
     lock.unlock();
-    there = last.seen();
-    const bool held = !there && stands(barriers, next);
-    if (!there) std::this_thread::sleep_for(kFollowing);
+    lane.look(state_.device->now_us());
+    if (!lane.has_come_to(end)) std::this_thread::sleep_for(kFollowing);
     lock.lock();
     const double now_us = state_.device->now_us();
-    if (held && state_.commits == commit) state_.clock.held(now_us - asked_us);
+    if (!lane.has_come_to(end) && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
     asked_us = now_us;
   }
+  bytes_per_us_ = lane.bytes_per_us(bytes_per_us_);
   if (state_.commits == commit) state_.clock.streamed(state_.device->now_us());
   following_ = false;
 }

@@ -33,10 +33,11 @@
 
 namespace hytrain_fx {
 
-struct Barrier {  // a flag that the lane waits for
-  EventPtr before;  // seen: the lane has come so far; null: at once
-  const uint32_t* flag;
-  uint32_t raised;
+struct OnLane {  // one copy of the rest
+  EventPtr end;
+  int64_t bytes;
+  bool is_states;
+  const Chunk* awaited;  // whose flag the copy waits for; null: none
 };
 
 class FlaggedTail {
@@ -47,10 +48,11 @@ class FlaggedTail {
   // in between except what the engine and the device do by themselves.
   bool may_be_sent() const;
   // What is to be put on the lane, in its order. From here on, chunks that are not updated are
-  // FLAGGED or PROMISED. `busy_us`: the lane has work for so long; `slots`: of staging memory.
-  std::vector<Upload> take(double bytes_per_us, double busy_us, int slots);
-  // Called by the uploader, until the last streamed states are on the device, for FinishTimes.
-  void follow(Event& last, const std::vector<Barrier>& barriers, uint64_t commit, EngineLock& lock);
+  // FLAGGED or PROMISED. `busy_bytes`: the lane has those to copy before; `slots`: of staging memory.
+  std::vector<Upload> take(int64_t busy_bytes, int slots);
+  // Called by the uploader, until the last streamed states are on the device, for FinishTimes and
+  // to learn how fast the lane is.
+  void follow(const std::vector<OnLane>& rest, uint64_t commit, EngineLock& lock);
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }
   // Returns when no chunk is flagged, or when the engine has failed.
@@ -62,6 +64,7 @@ class FlaggedTail {
 
   EngineState& state_;
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
+  double bytes_per_us_ = 25e3;  // of the lane, in the last step that was followed; at first a guess
 };
 
 }  // namespace hytrain_fx

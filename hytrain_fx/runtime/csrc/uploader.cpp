@@ -16,17 +16,6 @@ bool may_be_overwritten(const Row& row) { return row.is_armed(Arm::RELOAD) && ro
 
 }  // namespace
 
-void CopyRate::copied(int64_t bytes, double begin_us, double end_us, bool is_busy) {
-  constexpr double kKept = 0.95;  // of what is known, with each copy
-  // one copy after the other: the last ended shortly before this wait, or in it
-  const bool counts = is_busy && last_us_ > 0 && begin_us - last_us_ < 0.5 * (end_us - last_us_);
-  if (counts) {
-    bytes_ = kKept * bytes_ + static_cast<double>(bytes);
-    us_ = kKept * us_ + end_us - last_us_;
-  }
-  last_us_ = is_busy ? end_us : 0;
-}
-
 void Uploader::run() {
   state_.device->bind_thread();
   EngineLock lock(state_.mutex);
@@ -55,10 +44,7 @@ void Uploader::await_first(EngineLock& lock) {
   in_flight_.pop_front();
   bytes_ -= first.bytes;
   lock.unlock();
-  const double begin_us = state_.device->now_us();
-  const bool is_busy = !first.end->known_done();
   first.end->sync();
-  rate_.copied(first.bytes, begin_us, state_.device->now_us(), is_busy);
   lock.lock();
 }
 
@@ -175,19 +161,19 @@ void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
 // Where streamed rows are in the rest, all that was put on the lane has come when this returns.
 void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
-  EventPtr last, before;
-  std::vector<Barrier> barriers;
-  tail_.set_followed(!state_.streaming.rows.empty());
-  for (Upload& upload : tail_.take(rate_.bytes_per_us(), static_cast<double>(bytes_) / rate_.bytes_per_us(), staging_.size())) {
+  std::vector<OnLane> rest;
+  const bool has_states = !state_.streaming.rows.empty();
+  tail_.set_followed(has_states);
+  for (Upload& upload : tail_.take(bytes_, staging_.size())) {
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
+    const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
     state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
-    if (upload.load == Load::FLAGGED) barriers.push_back({before, chunk.flag, chunk.raised});
-    if (upload.load == Load::STATES) upload.slot = staging_.next_slot();
-    before = send(upload, lock).end;
-    if (upload.load == Load::STATES) last = before;
+    if (is_states) upload.slot = staging_.next_slot();
+    const InFlight sent = send(upload, lock);
+    rest.push_back({sent.end, sent.bytes, is_states, is_flagged ? &chunk : nullptr});
   }
-  if (!last) return;
-  tail_.follow(*last, barriers, commit, lock);
+  if (!has_states) return;
+  tail_.follow(rest, commit, lock);
   in_flight_.clear();
   bytes_ = 0;
 }

@@ -16,18 +16,6 @@
 
 namespace hytrain_fx {
 
-// Bytes that the lane takes in a microsecond, while it has more than one copy.
-class CopyRate {
- public:
-  // The end of a copy was waited for from `begin_us` to `end_us`, with more behind it.
-  void copied(int64_t bytes, double begin_us, double end_us, bool is_busy);
-  double bytes_per_us() const { return bytes_ / us_; }
-
- private:
-  double bytes_ = 1e6, us_ = 40;  // of the last copies; at first a guess: 25 GB/s
-  double last_us_ = 0;            // the end of the last copy, if the next one was behind it
-};
-
 class Uploader {
  public:
   Uploader(EngineState& state, Updates& updates, Guesses& guesses, FlaggedTail& tail, StagingArea& staging, StreamedVisits& visits)
@@ -54,7 +42,6 @@ class Uploader {
   StagingArea& staging_;
   StreamedVisits& visits_;
   EventPtr awaited_;  // the lane's last wait for the compute stream
-  CopyRate rate_;
   std::deque<InFlight> in_flight_;
   int64_t bytes_ = 0;  // of them
 };
