@@ -145,7 +145,7 @@ def _cut_in_two(pieces: Sequence[PlanRow], unit: Unit) -> frozenset[int]:
     for end, numel in zip(accumulate(unit.param_numels), unit.param_numels, strict=True):
         of = [i for i, piece in enumerate(pieces) if end - numel <= piece.begin < end]
         if {Placement.CPU, Placement.STREAM} <= {pieces[i].placement for i in of}:
-            found.update(of)
+            found.update(i for i in of if not pieces[i].placement.rests_on_device)
     return frozenset(found)
 
 

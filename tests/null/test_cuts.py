@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hytrain_fx.cost_model.balance import streamed_share, with_share
 from hytrain_fx.cost_model.cuts import cuts_of, level_params
 from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.pieces import with_more_on_device
 from hytrain_fx.cost_model.planner import Stream, plan
 from hytrain_fx.cost_model.simulate import simulate
 from hytrain_fx.explain.plan.text import place_of, reason_of
@@ -214,7 +215,7 @@ CUT = on_host(XL)
 def test_another_share_keeps_the_cut(share: float) -> None:
     """Moved by the ends of running steps, the share of all is what was asked for, the cut stays.
 
-    Where all are to be streamed, or none, the cut goes.
+    Where all are to be streamed, or none, the cut goes. What is on the device stays there.
     """
     units = [Unit(u.index, u.name, u.params, tuple(map(str, range(len(u.param_numels)))), u.grad_bytes, param_numels=u.param_numels,
                   grain_params=u.grain_params) for u in XL.units]
@@ -224,3 +225,8 @@ def test_another_share_keeps_the_cut(share: float) -> None:
     assert streamed_share(moved) == pytest.approx(share, abs=0.01)
     for end in (0.0, 1.0):
         assert len(with_share(CUT, units, end, "test").shares(0)) == 1
+    filled = with_more_on_device(CUT, XL.units[0], 2 * EMBEDDING + 20 * CHUNK_PARAMS, 12, "filled")
+    for end in (0.0, share, 1.0):
+        resident, *others = with_share(filled, units, end, "test").shares(0)
+        assert (resident.placement, resident.end) == (Placement.GPU, 2 * CHUNK_PARAMS)
+        assert len(others) == (2 if 0 < end < 1 else 1)
