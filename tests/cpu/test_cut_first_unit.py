@@ -78,7 +78,7 @@ def put_in_force(twins: Twins, new: Plan) -> None:
 
 
 def test_the_embedding_is_cut_at_a_chunk(twins: Twins) -> None:
-    """Its first chunks are streamed, the CPU updates the rest, and `explain` says so.
+    """Its first chunks are streamed, the CPU updates the rest; `explain` and `inspect` say so.
 
     A model that runs is cut at the engine's chunks.
     """
@@ -94,6 +94,7 @@ def test_the_embedding_is_cut_at_a_chunk(twins: Twins) -> None:
     shown = str(hytrain_fx.explain(twins.ours))
     assert f"{1 - at / by_cpu.piece.end:.0%} CPU + {at / by_cpu.piece.end:.0%} streamed" in shown
     assert "cut: the device updates" in shown
+    assert f"{at / by_cpu.piece.end:.0%} stream + {1 - at / by_cpu.piece.end:.0%} cpu" in hytrain_fx.inspect(twins.ours).to_text()
 
 
 def test_what_a_cut_moves_and_keeps_is_counted(twins: Twins) -> None:
