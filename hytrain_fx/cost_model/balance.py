@@ -18,8 +18,9 @@ without that wait they would have ended earlier by as long as they stood.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 from hytrain_fx.cost_model.pieces import joined, pieces_of
 from hytrain_fx.cost_model.replan import standard_error
@@ -94,7 +95,8 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
 def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
     """The plan with few pieces moved between CPU and STREAM.
 
-    Afterwards about `share` of every prefix of units is streamed.
+    Afterwards about `share` of every prefix of units is streamed. A parameter that is cut between
+    the two keeps its cut, for the units after it to make up for, unless all is to be the same.
 
     units   with the sizes of their parameters, in forward order
     why     the reason of the rows that are moved
@@ -103,9 +105,13 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
     missing = 0.0  # parameters of the units so far that should be streamed and are not
     for unit in units:
         pieces = pieces_of(plan, unit)
+        stays = _cut_in_two(pieces, unit)
+        if not 0 < share < 1:
+            place, cut, stays = Placement.STREAM if share else Placement.CPU, stays, frozenset()
+            pieces = [replace(piece, placement=place, reason=why) if i in cut else piece for i, piece in enumerate(pieces)]
         hosted = [i for i, piece in enumerate(pieces) if not piece.placement.rests_on_device]
         missing += share * sum(pieces[i].numel for i in hosted) - sum(p.numel for p in pieces if p.placement.visits_device)
-        while (i := _nearest(pieces, missing)) is not None:
+        while (i := _nearest(pieces, missing, stays)) is not None:
             streams = missing > 0
             missing -= pieces[i].numel if streams else -pieces[i].numel
             pieces[i] = replace(pieces[i], placement=Placement.STREAM if streams else Placement.CPU, reason=why)
@@ -133,13 +139,23 @@ def _worked_us(end_us: float, begun_us: float) -> float:
     return max(end_us - begun_us, end_us / 4)
 
 
-def _nearest(pieces: Sequence[PlanRow], missing: float) -> int | None:
+def _cut_in_two(pieces: Sequence[PlanRow], unit: Unit) -> frozenset[int]:
+    """The positions of pieces of parameters that are partly updated by the CPU, partly streamed."""
+    found: set[int] = set()
+    for end, numel in zip(accumulate(unit.param_numels), unit.param_numels, strict=True):
+        of = [i for i, piece in enumerate(pieces) if end - numel <= piece.begin < end]
+        if {Placement.CPU, Placement.STREAM} <= {pieces[i].placement for i in of}:
+            found.update(i for i in of if not pieces[i].placement.rests_on_device)
+    return frozenset(found)
+
+
+def _nearest(pieces: Sequence[PlanRow], missing: float, stays: Collection[int]) -> int | None:
     """The parameter whose move brings the streamed part nearest to what is wanted.
 
     None where no move brings it nearer.
     """
     source = Placement.CPU if missing > 0 else Placement.STREAM
     least = SMALL_PARAMETER_SHARE * max(piece.numel for piece in pieces)
-    large = [i for i, piece in enumerate(pieces) if piece.placement is source and piece.numel >= least]
+    large = [i for i, piece in enumerate(pieces) if i not in stays and piece.placement is source and piece.numel >= least]
     best = min(large, key=lambda i: abs(abs(missing) - pieces[i].numel), default=None)
     return best if best is not None and abs(abs(missing) - pieces[best].numel) < abs(missing) else None

@@ -67,12 +67,16 @@ class Budget:
                            for u in profile.units), initial=streamed)
         return max((k for k, nbytes in enumerate(used) if nbytes <= self.device_bytes), default=-1)
 
-    def least_units(self, profile: Profile, share: float) -> int:
-        """The smallest k whose remaining units fit the host."""
+    def least_units(self, profile: Profile, share: float, copied_params: int = 0) -> int:
+        """The smallest k whose remaining units fit the host.
+
+        Beside the states of so many parameters, while they are copied for another cut.
+        """
         if self.host_bytes is None:
             return 0
-        on_host = list(accumulate(self.host_state_bytes * u.params + (1 - share) * u.grad_bytes for u in reversed(profile.units)))
-        return len(on_host) - bisect_right(on_host, self.host_bytes)
+        needed = accumulate((self.host_state_bytes * u.params + (1 - share) * u.grad_bytes for u in reversed(profile.units)),
+                            initial=self.host_state_bytes * copied_params)
+        return len(profile.units) - max(bisect_right(list(needed), self.host_bytes) - 1, 0)
 
     def staging_bytes(self, profile: Profile, discipline: Discipline) -> float:
         """Device memory that streamed states pass through."""

@@ -5,8 +5,10 @@
     a remainder        what a bound on resident states leaves is filled, to a chunk, with a part of
                        a parameter
 
-Shares between CPU and streaming end between parameters: the CPU's part of a cut parameter leaves
-only at `step()`.
+    the first unit     its largest parameter may be cut between the CPU and streaming (cuts.py)
+
+Other shares between CPU and streaming end between parameters: the CPU's part of a cut parameter
+leaves only at `step()`.
 """
 
 from __future__ import annotations
@@ -37,6 +39,17 @@ def pieces_of(plan: Plan, unit: Unit | UnitProfile) -> list[PlanRow]:
         pieces.append(replace(holder, begin=at, end=end))
         at = end
     return pieces
+
+
+def params_kept(plan: Plan, unit: Unit | UnitProfile) -> int:
+    """Elements whose gradients stay on the device until their update.
+
+    Of a cut parameter the whole gradient does.
+    """
+    pieces, ends = pieces_of(plan, unit), list(accumulate(unit.param_numels or (unit.params,)))
+    there = [piece for piece in pieces if not piece.placement.updates_on_cpu]
+    return sum(end - begin for begin, end in zip([0, *ends], ends, strict=False)
+               if any(piece.begin < end and begin < piece.end for piece in there))
 
 
 def joined(pieces: Sequence[PlanRow]) -> list[PlanRow]:

@@ -21,22 +21,25 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from hytrain_fx.cost_model.budget import Budget, budget_inputs, inputs_of
+from hytrain_fx.cost_model.cuts import at_a_cut, cuts_of, fastest
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
 from hytrain_fx.cost_model.fetches import fetch_figures
 from hytrain_fx.cost_model.host_memory import bytes_per_us
-from hytrain_fx.cost_model.pieces import with_more_on_device
+from hytrain_fx.cost_model.pieces import Span, with_more_on_device
 from hytrain_fx.cost_model.reasons import (
+    balance_notes,
     balance_reason,
     capped_reason,
     filling_reason,
     fixed_reason,
-    given_share_reason,
     host_full_reason,
+    memory_notes,
     streamed_reason,
     windows_reason,
 )
 from hytrain_fx.cost_model.simulate import steady_step
+from hytrain_fx.cost_model.solution import Solution
 from hytrain_fx.cost_model.streaming import best_mix, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
@@ -58,20 +61,6 @@ _SHARES_TRIED = (1.0, 0.93)
 _SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.93, 0.85, 0.75, 0.6)
 # Shares that are tried where the host has no room for the slots of all that is on it.
 _SHARES_THAT_MAY_FIT = (0.25, 0.5, 0.75, 0.9, 1.0)
-
-
-@dataclass(frozen=True)
-class _Solution:
-    """The k a rule wants with the share y, and why.
-
-    The reasons it gives once both are settled, and its further notes.
-    """
-
-    k: int
-    reason: Callable[[int, int], str]
-    notes: tuple[str, ...] = ()
-    share: float = 0.0
-    why_streamed: Callable[[int, int], str] = given_share_reason
 
 
 def plan(
@@ -108,7 +97,9 @@ def plan(
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed,
                     staged_bytes_per_param)
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
-    return maker.filled(maker.best() if stream == "auto" else maker.settle(maker.solution(float(stream))))
+    if stream == "auto":
+        return maker.filled(maker.best())
+    return maker.filled(fastest(profile, [maker.solution(float(stream))], maker.settle, may_cut=0 < stream < 1))
 
 
 def streamed_k(
@@ -150,39 +141,41 @@ class _Maker:
     discipline: Discipline
     budget: Budget
 
-    def solution(self, share: float) -> _Solution:
+    def solution(self, share: float) -> Solution:
         """What the rule wants with a share y that is given."""
         if self.k is not None:
-            return _Solution(self.k, fixed_reason, share=share)
+            return Solution(self.k, fixed_reason, share=share)
         if self.rule == "windowed":
             windows = self._windows(self.guard).streaming(share)
-            return _Solution(windows.solve(), lambda unit, k: windows_reason(windows, unit, k), share=share)
+            return Solution(windows.solve(), lambda unit, k: windows_reason(windows, unit, k), share=share)
         cpu = tuple(self.guard * u.cpu_update_us for u in self.profile.units)
         gpu = cpu if self.rule == "cotrain" else tuple(u.gpu_update_us for u in self.profile.units)
         balance = Balance(self.profile.backward_us, cpu, gpu)
-        notes = _balance_notes(balance, self.profile)
-        return _Solution(balance.solve(), lambda unit, k: balance_reason(balance, unit, k), notes, share)
+        notes = balance_notes(balance, self.profile.alpha)
+        return Solution(balance.solve(), lambda unit, k: balance_reason(balance, unit, k), notes, share)
 
     def best(self) -> Plan:
         """The plan without streaming; with it, where that shortens the predicted step by 1%.
 
         Or where no other fits: what is streamed has no slots on the host.
         """
-        streams = self.k is None and self.rule == "windowed" and self.profile.can_stream
+        may_stream = self.k is None and self.rule == "windowed" and self.profile.can_stream
         try:
             without = self.settle(self.solution(0.0))
         except PlanError:
-            if streams and (fitting := self._fitting()):
+            if may_stream and (fitting := self._fitting()):
                 return min(fitting, key=lambda made: made.predicted["step_us"])
             raise
-        if not streams:
+        if not may_stream:
             return without
         k, share = self.mix(without.k)
-        if share == 0.0:
-            return without
         parts = _SHARES_TRIED if self.profile.host_memory_gb_per_s is None else _SHARES_TRIED_IN_SHARED_MEMORY
-        tried = [self.settle(self._mixed(k, share * part)) for part in parts]
-        streamed = min(tried, key=lambda made: made.predicted["step_us"])
+        tried = [[self._mixed(k, share * part) for part in parts]] if share else []
+        tried += [[self._mixed(0, 0.0)]] if not k and cuts_of(self.profile, 0.0) else []  # of the first unit alone
+        streams = [made for of in tried if (made := fastest(self.profile, of, self.settle)).numel(Placement.STREAM)]
+        if not streams:
+            return without
+        streamed = min(streams, key=lambda made: made.predicted["step_us"])
         step_us, streamed_us = without.predicted["step_us"], streamed.predicted["step_us"]
         if streamed_us <= (1 - LEAST_GAIN_SHARE) * step_us:
             note = f"without streaming the step would take {time_text(step_us)}, with {time_text(streamed_us)}"
@@ -218,19 +211,21 @@ class _Maker:
                 return k, 0.0
             k = fit
 
-    def _mixed(self, k: int, share: float) -> _Solution:
+    def _mixed(self, k: int, share: float) -> Solution:
         windows = self._windows(guard=1.0)
         mix = windows.streaming(share)
-        return _Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
+        return Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
 
-    def fitted(self, solution: _Solution) -> tuple[int, int, int]:
+    def fitted(self, solution: Solution) -> tuple[int, int, int]:
         """The solution's k within both memories.
 
         Also the most units that fit the device, and the fewest that the host needs there.
         """
         units = len(self.profile.units)
-        fit = self.budget.most_units(self.profile, solution.share, self.discipline)
-        least = self.budget.least_units(self.profile, solution.share)
+        kept_share, copied_params = at_a_cut(self.profile, solution)
+        fit = self.budget.most_units(self.profile, kept_share, self.discipline)
+        fit = fit if solution.cut is None else min(fit, 0)
+        least = self.budget.least_units(self.profile, solution.share, copied_params)
         if fit < 0:
             raise PlanError(f"the device's {self.budget.device_bytes} bytes do not hold the gradients and the staging slots of a streamed "
                             f"share of {solution.share:.3g}; stream less or allow more memory")
@@ -240,12 +235,12 @@ class _Maker:
                             "model")
         return max(min(solution.k, fit), least), fit, least
 
-    def settle(self, solution: _Solution) -> Plan:
+    def settle(self, solution: Solution) -> Plan:
         """The solution within both memories, as a plan with its reasons and its prediction."""
         wanted, units = solution.k, len(self.profile.units)
         k, fit, least = self.fitted(solution)
         verdict = "was given" if self.k is not None else "would be best"
-        notes = (*_memory_notes(wanted, fit, least, units, verdict), *solution.notes)
+        notes = (*memory_notes(wanted, fit, least, units, verdict), *solution.notes)
         if self.k is None and self.guard > 1:
             notes = (*notes, f"solved with CPU update times {self.guard:.3g} times as long as measured")
 
@@ -259,8 +254,9 @@ class _Maker:
 
         source = self.rule if self.k is None else "fixed k"
         draft = prefix_plan(self.profile.units, k, source=source, reason=reason, share=solution.share,
-                            streamed_reason=lambda unit: solution.why_streamed(unit, k))
-        inputs = {**inputs_of(self.profile, self.guard), "stream_share": solution.share, **budget_inputs(self.profile, self.budget)}
+                            streamed_reason=lambda unit: solution.why_streamed(unit, k), cut=solution.cut)
+        share = solution.share or draft.numel(Placement.STREAM) / self.profile.params
+        inputs = {**inputs_of(self.profile, self.guard), "stream_share": share, **budget_inputs(self.profile, self.budget)}
         predicted = predict(self.profile, draft, self.budget.device_state_bytes, self.discipline, self.budget.host_state_bytes)
         return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
 
@@ -297,23 +293,24 @@ def prefix_plan(
     reason: Callable[[int], str],
     share: float = 0.0,
     streamed_reason: Callable[[int], str] | None = None,
+    cut: Span | None = None,
 ) -> Plan:
     """A plan with the first `k` units wholly on the device and the others on the CPU.
 
     Nothing is predicted.
 
     With a `share` whole parameters of the others are streamed, about that much of every leading
-    part of them; the units must be `Unit` or `UnitProfile`. It needs no profile, so it also serves
-    the first steps, before anything is measured.
+    part of them, and with a `cut` that range of the first one (`ranges_of`); the units must be
+    `Unit` or `UnitProfile`. It needs no profile, so it also serves the first steps.
     """
     if not 0 <= k <= len(units):
         raise PlanError(f"found k={k}, expected 0..{len(units)}: the model has {len(units)} units")
     rows = [PlanRow(u.index, u.name, 0, u.params, Placement.GPU, reason(u.index)) for u in units[:k]]
-    sized = [u for u in units[k:] if isinstance(u, (Unit, UnitProfile))] if share else []
-    if share and len(sized) != len(units) - k:
+    sized = [u for u in units[k:] if isinstance(u, (Unit, UnitProfile))] if share or cut else []
+    if (share or cut) and len(sized) != len(units) - k:
         raise PlanError("found units without the sizes of their parameters, expected Unit or UnitProfile where a share is streamed")
     whole = [[(0, u.params, Placement.CPU)] for u in units[k:]]
-    for unit, ranges in zip(units[k:], ranges_of(sized, share) if share else whole, strict=True):
+    for unit, ranges in zip(units[k:], ranges_of(sized, share, cut) if share or cut else whole, strict=True):
         for begin, end, place in ranges:
             why = streamed_reason if place.visits_device and streamed_reason else reason
             rows.append(PlanRow(unit.index, unit.name, begin, end, place, why(unit.index)))
@@ -353,24 +350,6 @@ def predict(
         "host_bytes": host_state_bytes_per_param * (profile.params - plan.numel(Placement.GPU)) + graph.total("bytes", TaskKind.D2H),
         "stream_bytes": graph.total("bytes", TaskKind.STREAM_IN),
     }
-
-
-def _balance_notes(balance: Balance, profile: Profile) -> tuple[str, ...]:
-    notes = []
-    if balance.phi_us(0) >= 0:
-        notes.append("the backward is at least as long as all CPU updates, so the equation gives k=0; "
-                     "the first unit's gradient still comes last and its update is not hidden")
-    if profile.alpha >= 1:
-        notes.append(f"alpha is {profile.alpha:.3g}: the device updates no faster than the CPU")
-    return tuple(notes)
-
-
-def _memory_notes(wanted: int, fit: int, least: int, units: int, verdict: str) -> tuple[str, ...]:
-    if wanted > fit:
-        return (f"capped by memory: {fit} of {units} units fit, k={wanted} {verdict}",)
-    if wanted < least:
-        return (f"raised by host memory: it holds {units - least} of {units} units, k={wanted} {verdict}",)
-    return ()
 
 
 def _check(profile: Profile, rule: str, k: int | None, stream: Stream, guard: float) -> None:

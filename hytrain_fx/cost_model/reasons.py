@@ -79,3 +79,23 @@ def streamed_reason(without: Windows, mix: Windows, unit: int, k: int) -> str:
 def given_share_reason(unit: int, k: int) -> str:
     """The reason for the streamed part of a unit when the share was given, not solved."""
     return "streamed: the share of streamed parameters was given"
+
+
+def balance_notes(balance: Balance, alpha: float) -> tuple[str, ...]:
+    """What there is to say of the balance itself."""
+    notes = []
+    if balance.phi_us(0) >= 0:
+        notes.append("the backward is at least as long as all CPU updates, so the equation gives k=0; "
+                     "the first unit's gradient still comes last and its update is not hidden")
+    if alpha >= 1:
+        notes.append(f"alpha is {alpha:.3g}: the device updates no faster than the CPU")
+    return tuple(notes)
+
+
+def memory_notes(wanted: int, fit: int, least: int, units: int, verdict: str) -> tuple[str, ...]:
+    """What a memory has made of the k that was wanted."""
+    if wanted > fit:
+        return (f"capped by memory: {fit} of {units} units fit, k={wanted} {verdict}",)
+    if wanted < least:
+        return (f"raised by host memory: it holds {units - least} of {units} units, k={wanted} {verdict}",)
+    return ()

@@ -4,7 +4,7 @@ The share y that exposes least with a given k, and the parameters that make it u
 
 For a given k the exposed time is convex in y (`windows.py`): the golden section finds its least,
 bisection the smallest y that reaches it. Whole parameters are streamed, chosen so that of every
-prefix of units as near y as possible is.
+prefix of units as near y as possible is. One of the first unit may be cut (`cuts.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from hytrain_fx.cost_model.pieces import Span
 from hytrain_fx.cost_model.windows import Windows
 from hytrain_fx.ir.limits import LEAST_GAIN_SHARE, SMALL_PARAMETER_SHARE
 from hytrain_fx.ir.plan import Placement
@@ -83,25 +84,31 @@ def least_of_convex(value: Callable[[float], float], low: float, high: float) ->
     return (low + high) / 2
 
 
-def ranges_of(units: Sequence[Unit | UnitProfile], share: float) -> list[list[tuple[int, int, Placement]]]:
+def ranges_of(units: Sequence[Unit | UnitProfile], share: float, cut: Span | None = None) -> list[list[tuple[int, int, Placement]]]:
     """Each unit as ranges (begin, end, placement), CPU or STREAM.
 
     They are whole parameters in order, equal neighbours merged.
 
     Of each unit those neighbouring parameters are streamed that bring the streamed part of all
-    units so far nearest to `share`.
+    units so far nearest to `share`. With a `cut` that range of the first unit is, and nothing else
+    of it; the units after it make up for what that is more or less than the share.
     """
-    split, wanted, streamed = [], 0.0, 0
+    split: list[list[tuple[int, int, Placement]]] = []
+    wanted, streamed = 0.0, 0
     for unit in units:
         numels = unit.param_numels or (unit.params,)
         wanted += share * unit.params
-        chosen = _nearest_run(numels, wanted - streamed) if share > 0 else frozenset()
+        if cut is not None and not split:
+            streamed += cut.numel
+            split.append(_ranges_of_cut(unit.params, cut))
+            continue
+        chosen = nearest_run(numels, wanted - streamed) if share > 0 else frozenset()
         streamed += sum(numels[i] for i in chosen)
         split.append(_ranges(numels, chosen))
     return split
 
 
-def _nearest_run(numels: Sequence[int], wanted: float) -> frozenset[int]:
+def nearest_run(numels: Sequence[int], wanted: float) -> frozenset[int]:
     """The positions of neighbouring parameters whose elements sum nearest to `wanted`.
 
     Small ones are passed over; of equals the last.
@@ -123,3 +130,8 @@ def _ranges(numels: Sequence[int], chosen: frozenset[int]) -> list[tuple[int, in
         begin = ranges.pop()[0] if ranges and ranges[-1][2] is place else end - numel
         ranges.append((begin, end, place))
     return ranges
+
+
+def _ranges_of_cut(params: int, cut: Span) -> list[tuple[int, int, Placement]]:
+    ranges = ((0, cut.begin, Placement.CPU), (cut.begin, cut.end, Placement.STREAM), (cut.end, params, Placement.CPU))
+    return [of for of in ranges if of[0] < of[1]]

@@ -180,18 +180,17 @@ class StateSizes:
         return sum(self._states.host_bytes([row], place) for row, place in self._states.placement.items() if not place.rests_on_device)
 
     def moved_bytes(self, before: Sequence[PlacedPiece], after: Sequence[PlacedPiece]) -> int:
-        """Bytes of states that change sides. Between CPU and STREAM they stay where they are."""
-        was, moved = defaultdict(list), 0
-        for of in before:
-            was[of.piece.parameter].append(of)
+        """Bytes of states that change sides, or are copied for another cut of their parameter.
+
+        Between CPU and STREAM those of the same pieces stay where they are.
+        """
+        was, now = _by_parameter(before), _by_parameter(after)
         params: Counter[int] = Counter()
-        for now in after:
-            of_parameter = was[now.piece.parameter]
-            params[now.piece.parameter] += sum(_overlap(now.piece, of.piece) for of in of_parameter
-                                               if of.placement.rests_on_device != now.placement.rests_on_device)
-        for parameter, count in params.items():
-            moved += self._states.form_of(Piece(parameter, 0, count)).slab_bytes if count else 0
-        return moved
+        for parameter, pieces in now.items():
+            cut_otherwise = [of.piece for of in pieces] != [of.piece for of in was[parameter]]
+            params[parameter] = sum(_overlap(of.piece, old.piece) for of in pieces for old in was[parameter]
+                                    if cut_otherwise or of.placement.rests_on_device != old.placement.rests_on_device)
+        return sum(self._states.form_of(Piece(parameter, 0, count)).slab_bytes for parameter, count in params.items() if count)
 
     def _grad_bytes(self, rows: Sequence[int]) -> int:
         return sum(self._homes[row].numel() * self._homes[row].element_size() for row in rows)
@@ -199,3 +198,10 @@ class StateSizes:
 
 def _overlap(a: Piece, b: Piece) -> int:
     return max(min(a.end, b.end) - max(a.begin, b.begin), 0)
+
+
+def _by_parameter(placed: Sequence[PlacedPiece]) -> dict[int, list[PlacedPiece]]:
+    found: dict[int, list[PlacedPiece]] = defaultdict(list)
+    for of in sorted(placed):
+        found[of.piece.parameter].append(of)
+    return found

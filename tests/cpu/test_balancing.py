@@ -222,7 +222,7 @@ def twins(made: Twins, monkeypatch: pytest.MonkeyPatch) -> Twins:
 
 
 def half_streamed(twins: Twins, share: float = 0.5) -> Plan:
-    why = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
+    why: dict[str, Any] = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
     return prefix_plan(twins.session.planning.units(), 0, source="windowed", share=share, **why)
 
 

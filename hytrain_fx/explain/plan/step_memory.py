@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+from hytrain_fx.cost_model.pieces import params_kept
 from hytrain_fx.explain.plan.explained import Explained
 from hytrain_fx.ir.figures import Table, bytes_text, time_text
-from hytrain_fx.ir.plan import Placement
 
 _MOST_LINES: Final = 24
 _BAR: Final = 40  # characters of the longest one
@@ -60,11 +60,7 @@ def step_memory(e: Explained) -> tuple[MemoryPoint, ...]:
 
 def _gradients_bytes(e: Explained) -> list[int]:
     """By unit: gradients that are on the device until their update."""
-    found = []
-    for unit in e.units:
-        there = sum(row.numel for row in e.plan.shares(unit.index) if row.placement is not Placement.CPU)
-        found.append(round(unit.grad_bytes * there / max(unit.params, 1)))
-    return found
+    return [round(unit.grad_bytes * params_kept(e.plan, unit) / max(unit.params, 1)) for unit in e.units]
 
 
 def _times_us(e: Explained, units: int) -> Sequence[float | None]:
