@@ -32,8 +32,9 @@ class Discipline:
     early_weights   with commit_at "backward_end", the time when factors such as clipping's are
                     known: weights of early updates travel from the call of step() on, at the
                     profile's time
-    runs_ahead      the launching thread does not wait for updates, only for gradients to be on the
-                    host: the step is committed when that and the profile's `launching_us` are over
+    runs_ahead      the launching thread waits for the last step's updates only at the commit: the
+                    step is committed as its backward begins, or later where the profile's
+                    `launching_us` is longer than a step
     units_ahead     units whose weights are fetched from the host before the device needs them; for
                     each size of a unit the device has one slot more
     """

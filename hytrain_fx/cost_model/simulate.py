@@ -73,9 +73,9 @@ def steady_step(profile: Profile, plan: Plan, discipline: Discipline, units: Seq
 
     if not (discipline.runs_ahead and profile.launching_us):
         return committed(profile.commit_us)
-    late = committed(profile.launching_us)
-    hidden_us = late.schedule.makespan_us - _passed_us(late.schedule)
-    return committed(max(profile.launching_us - hidden_us, 0.0)) if hidden_us > 0 else late
+    soon = committed(0.0)  # the thread has had a whole step for it
+    late_us = profile.launching_us - soon.schedule.makespan_us
+    return committed(late_us) if late_us > 0 else soon
 
 
 def _played_step(profile: Profile, plan: Plan, discipline: Discipline, units: Sequence[Unit]) -> PlayedStep:
@@ -109,12 +109,6 @@ def played(graph: TaskGraph, host_bytes_per_us: float | None) -> Schedule:
 def _schedule(arrays: CompiledGraph, run: Run, units: int) -> Schedule:
     end_us = max(run.end_us[piece] for piece in run.order if arrays.tasks[arrays.task_of[piece]].kind is TaskKind.FORWARD)
     return Schedule(tuple(_merged(arrays, run, end_us)), end_us, _stalls(arrays, run, units))
-
-
-def _passed_us(schedule: Schedule) -> float:
-    """When the launching thread has passed the last wait, if it does not wait for updates."""
-    kinds = (TaskKind.BACKWARD, TaskKind.D2H)
-    return max(i.end_us for i in schedule.intervals if i.task.kind in kinds)
 
 
 def _merged(arrays: CompiledGraph, run: Run, until_us: float) -> Iterator[Interval]:

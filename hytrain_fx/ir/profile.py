@@ -139,8 +139,8 @@ class Profile:
 
     `commit_us` is how long after the begin of the backward on the device the launching thread ended
     `step()`: it launches the backward first. `launching_us` is the time it takes from the forward's
-    last wait to there; 0 = not known. Where this thread can run ahead of updates, `launching_us`
-    and the plan say when the next commit comes.
+    last wait to there; 0 = not known. Where this thread can run ahead of updates, only what is
+    longer than a step delays the next commit.
 
     Of several micro-batches a unit's times are those of the first forward and the last backward.
     `between_us` is what lies between these two. `bubble_us` is how long the device stands still

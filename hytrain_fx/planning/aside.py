@@ -13,7 +13,7 @@ from hytrain_fx.ir.figures import time_text
 _MOST_TROUBLES = 5
 # Predictions of a large model take a tenth of a second and more, and the launching thread makes
 # them. So much is free that a plan settles, then it may be this share of the time.
-_FREE_S: Final = 2.0
+_FREE_S: Final = 1.0
 _SHARE: Final = 0.01
 _log = logging.getLogger("hytrain_fx")
 
@@ -36,7 +36,7 @@ class Delay:
 
     @property
     def is_little(self) -> bool:
-        """Whether that is at most two seconds, and a hundredth of the time."""
+        """Whether that is at most a second and a hundredth of the time."""
         return self._took_s <= _FREE_S + _SHARE * (self._clock() - self._since_s)
 
     def __str__(self) -> str:

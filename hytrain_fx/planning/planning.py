@@ -366,6 +366,8 @@ class Planning:
         """Use it around the moving of states to where `new` has them."""
         before, begin_s = self._states.placed, time.perf_counter()
         yield
+        if self.awaits_times:
+            self._looks = Delay()  # at other plans than this first one
         self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)
         self.history.append(new)
         self._marks.clear()

@@ -7,7 +7,6 @@ program: in Python it is the caller.
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 

@@ -155,15 +155,15 @@ def test_early_updates_closed_form(n: int, cpu: float, forward: float, backward:
     assert all(i.start_us >= profile.commit_us - 1e-6 for i in sent)
 
 
-@given(n=st.integers(2, 10), cpu=st.floats(0, 120), backward=st.floats(1, 40), launching=st.floats(0, 1), measured=st.floats(0, 1),
+@given(n=st.integers(2, 10), cpu=st.floats(0, 120), backward=st.floats(1, 40), launching=st.floats(0, 3), measured=st.floats(0, 1),
        data=st.data())
 @settings(deadline=None)
 def test_launching_beside_updates_by_the_cpu_is_hidden(n: int, cpu: float, backward: float, launching: float, measured: float,
                                                        data: st.DataObject) -> None:
-    """A thread that runs ahead commits between the backward's begin and the end of launching.
+    """A thread that runs ahead commits as the backward begins, if a step is as long as launching.
 
-    It commits at the begin where updates last as long. The time of the commit that was measured,
-    under another plan, says nothing then.
+    Else later, by what is missing. The time of the commit that was measured, under another plan,
+    says nothing then.
     """
     plain = uniform(n, forward=5.0, backward=backward, cpu=cpu, gpu=1.0, d2h=0.1, h2d=0.1)
     profile = replace(plain, launching_us=launching * n * backward, commit_us=measured * n * backward)
@@ -172,7 +172,7 @@ def test_launching_beside_updates_by_the_cpu_is_hidden(n: int, cpu: float, backw
     found = simulate(profile, plan, replace(fine, runs_ahead=True)).makespan_us
     if profile.launching_us:
         assert soon - chunk_us(profile) <= found <= late + chunk_us(profile)
-    if 0 < profile.launching_us <= soon - n * backward - chunk_us(profile):
+    if 0 < profile.launching_us <= soon:
         assert found == pytest.approx(soon)
 
 

@@ -89,7 +89,8 @@ def _ends(e: Explained) -> Iterator[str]:
         words = ", ".join(f"{name} {time_text(us)}" for name, us in ends.items() if us)
         if finish.streamed_held_us:
             words += f" ({time_text(finish.streamed_held_us)} of it after new weights that the CPU had not updated)"
-        rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once" if finish.at_once else ""
+        soon = f", of {count_text(finish.promised)} before their gradients had come" if finish.promised else ""
+        rest = f"; those of the last {count_text(finish.at_once)} parameters were put on the lane at once{soon}" if finish.at_once else ""
         yield f"updates of a step end after its commit (measured, the last): {words}{rest}"
     if e.profile and e.profile.commit_us > 0 and e.profile.backward_us > 0:
         share = e.profile.commit_us / e.profile.backward_us
