@@ -7,10 +7,10 @@
 //   lander   its D2H event has passed      -> landed
 //   workers  landed, armed, factors known  -> updated  lowest unit first; factors may be guessed
 //   uploader updated, armed, released      -> sent     lowest unit first, few bytes in flight
-// The rest of a step is sent at once: what is not updated yet goes after flags that the updates
-// raise. A PENDING row placed on the device is one kernel on the update lane, after its gradient
-// and its last reader. A streamed row goes, chunk by chunk, through the uploader's hands: states
-// in, kernel as above, states out.
+// Once somebody waits, the rest of a step is sent at once: what is not updated yet goes after flags
+// that the updates raise, and workers keep to the lane's order. A PENDING row placed on the device
+// is one kernel on the update lane, after its gradient and its last reader. A streamed row goes,
+// chunk by chunk, through the uploader's hands: states in, kernel as above, states out.
 //
 // The parts:
 //   what is called   grad_offload.h, early_updates.h, commit.h, waits.h, grad_fetches.h

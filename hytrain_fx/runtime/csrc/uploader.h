@@ -3,9 +3,9 @@
 //
 // Both go through one lane, in an order decided here. Two streams would share the link as the
 // hardware likes, which serves one of them until it runs dry (seen on an H200: new weights waited
-// 200 ms for streamed states). What comes next is decided when the lane has room, not before. It is
-// the lowest unit, as everywhere. Where nothing is due, states are brought for the update that may
-// come next.
+// 200 ms for streamed states). Until somebody waits, what comes next is decided when the lane has
+// room. It is the lowest unit. Where nothing is due, states are brought for the update that may come
+// next. From then on all that is left stands on the lane (flagged_tail.h).
 #pragma once
 
 #include <deque>
