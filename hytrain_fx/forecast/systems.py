@@ -31,7 +31,7 @@ from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
 from hytrain_fx.forecast.memory import HOST_SHARE, STAGING_BYTES_PER_PARAM, Footprint, footprint, states_budget_bytes
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
-from hytrain_fx.forecast.workers import with_best_workers, workers_of_rank
+from hytrain_fx.forecast.workers import filling_workers, with_best_workers, workers_of_rank
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
@@ -186,7 +186,10 @@ class Case:
             except PlanError:
                 return within(None, profile)
 
-        fewer = not self.coarse and (system == OUR_SYSTEM or not system.stream)
+        # Others gain nothing with fewer where all do not fill the memory. Those that stream gain
+        # 1% at most.
+        crowded = filling_workers(self.profile, self.workers) < self.workers and not system.stream
+        fewer = not self.coarse and (system == OUR_SYSTEM or crowded)
         return self._noted(with_best_workers(self.profile, self.workers, solved, fewer=fewer))
 
     @property
@@ -230,6 +233,7 @@ class Case:
         share = streamed / max(made.numel(Placement.CPU) + streamed, 1)
         p = made.predicted
         idle = {name.removesuffix("_idle_share"): value for name, value in p.items() if name.endswith("_idle_share")}
-        notes = tuple(note for note in made.notes if note.startswith(("capped", "raised", "predicted with")))
+        told = ("capped", "raised", *(("predicted with",) if system.is_ours else ()))
+        notes = tuple(note for note in made.notes if note.startswith(told))
         return Row(system.name, made.k, share, p["step_us"], p["stall_us"], p["gpu_update_us"], idle, memory, memory.fits(self.device),
                    notes, int(made.inputs.get("workers", self.workers)))

@@ -7,7 +7,8 @@ are not used cost nothing, so a plan is solved for several numbers of workers:
 
     all        what a run takes where the option `workers` is left out
     filling    as many as fill the host's memory alone: more update no faster, and take from copies
-    fewer      each number below that, as long as one of them may gain
+    fewer      each number below that, as long as one of them may gain. So a host with more workers
+               tries all that another does
 
 Fewer are taken only where they gain 1% (LEAST_GAIN_SHARE), as with streaming.
 """
@@ -68,7 +69,7 @@ def with_best_workers(profile: Profile, present: int, solve: Solve, *, fewer: bo
     """
     filling = filling_workers(profile, present)
     made, used = {present: solve(profile)}, present
-    for count in (filling, *_below(filling)) if fewer else (filling,):
+    for count in range(filling, 0 if fewer else filling - 1, -1):
         if count in made:
             continue
         slower = _with_workers(profile, present, count)
@@ -78,14 +79,6 @@ def with_best_workers(profile: Profile, present: int, solve: Solve, *, fewer: bo
             made[count] = solve(slower)
             used = _chosen(made)
     return _told(made, used, present)
-
-
-def _below(filling: int) -> list[int]:
-    """Smaller numbers, falling: 1 and the even ones, from 8 on 4 to each power of two.
-
-    They are the same for all hosts: one with more workers tries all that another does.
-    """
-    return [count for count in range(filling - 1, 0, -1) if count == 1 or count % (1 << max(count.bit_length() - 3, 1)) == 0]
 
 
 def _chosen(made: dict[int, Plan]) -> int:
