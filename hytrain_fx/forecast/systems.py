@@ -187,7 +187,7 @@ class Case:
                 return within(None, profile)
 
         # Others gain nothing with fewer where all do not fill the memory. Those that stream gain
-        # 1% at most.
+        # about 1%.
         crowded = filling_workers(self.profile, self.workers) < self.workers and not system.stream
         fewer = not self.coarse and (system == OUR_SYSTEM or crowded)
         return self._noted(with_best_workers(self.profile, self.workers, solved, fewer=fewer))
