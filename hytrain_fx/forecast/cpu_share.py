@@ -127,7 +127,7 @@ def on_host(device: DeviceSpec, cores: int) -> DeviceSpec:
     why = f"estimated: {cores} cores with AMX"
     sources = {**device.sources, "cpu_update_params_per_s": why, "host_memory_gb_per_s": why}
     return replace(device, name=f"{device.name}, {cores} cores", cpu_update_params_per_s=min(cores * UPDATES_PER_CORE, updates_gb_per_s),
-                   host_memory_gb_per_s=BANDWIDTHS[cores], sources=sources)
+                   host_memory_gb_per_s=BANDWIDTHS[cores], sources=sources, workers=cores)
 
 
 def share_rates(case: Case, cores: int, clips: bool = False) -> ShareRates:

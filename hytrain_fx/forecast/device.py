@@ -37,7 +37,7 @@ GRAD_BYTES_PER_PARAM = HALF_BYTES
 SOURCE_KINDS = ("measured", "data sheet", "estimated", "given")
 MOST_TOKENS = 10**12
 NETWORK_BYTES_PER_S = 50e9  # of one GPU to other machines where nothing is known: 400 Gb/s
-NOT_FIGURES = ("name", "sources", "about", "host_gpus")
+NOT_FIGURES = ("name", "sources", "about", "host_gpus", "workers")
 HOST_FIGURES = ("cpu_update_params_per_s", "host_memory_bytes", "host_memory_gb_per_s")
 _MAY_BE_UNKNOWN = ("host_memory_gb_per_s", "gpu_link_bytes_per_s", "network_bytes_per_s")
 
@@ -63,6 +63,8 @@ class DeviceSpec:
     network_bytes_per_s       of one GPU to other machines, each way; None = not known
     host_gpus                 GPUs of the machine whose host the figures are of; None = as many as
                               are asked for
+    workers                   threads of the host that update at `cpu_update_params_per_s`
+                              together; None = not known
 
     Raises ConfigError for a figure that is not positive, or whose source is missing or of another
     kind.
@@ -83,10 +85,13 @@ class DeviceSpec:
     gpu_link_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
     host_gpus: int | None = None
+    workers: int | None = None
 
     def __post_init__(self) -> None:
         if self.host_gpus is not None and (type(self.host_gpus) is not int or self.host_gpus < 1):
             raise ConfigError(f"device {self.name!r}: found host_gpus={self.host_gpus!r}, expected a whole number >= 1")
+        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
+            raise ConfigError(f"device {self.name!r}: found workers={self.workers!r}, expected a whole number >= 1")
         for name, value in self.figures().items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"device {self.name!r}: found {name}={value!r}, expected a number > 0")
@@ -101,7 +106,7 @@ class DeviceSpec:
 
     def on_host_of(self, other: DeviceSpec) -> DeviceSpec:
         """This device in the other's host: CPU update rate, host memory and its bandwidth."""
-        taken = {name: getattr(other, name) for name in (*HOST_FIGURES, "host_gpus")}
+        taken = {name: getattr(other, name) for name in (*HOST_FIGURES, "host_gpus", "workers")}
         sources = {**self.sources, **{name: other.sources[name] for name in HOST_FIGURES if name in other.sources}}
         return replace(self, name=f"{self.name} in the host of {other.name}", sources=sources, about={**self.about, **other.about}, **taken)
 
@@ -137,6 +142,7 @@ class DeviceSpec:
             if self.host_memory_gb_per_s is not None:
                 sources["host_memory_gb_per_s"] += f"; taken as it is for a host of {ranks.gpus} GPUs"
             changed["host_gpus"] = ranks.gpus
+            changed["workers"] = None if self.workers is None else round(times * self.workers)
         if self.gpu_link_bytes_per_s is None and ranks.gpus > 1:
             changed["gpu_link_bytes_per_s"] = min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)
             sources["gpu_link_bytes_per_s"] = "estimated: no link of its own, as fast as copies to the host, and apart from them"

@@ -18,6 +18,7 @@ It may also have
     gpu_link_bytes_per_s = 450e9       # of a GPU to the others of its machine, each way
     network_bytes_per_s = 50e9         # of a GPU to other machines, each way
     host_gpus = 8                      # GPUs of the host described; a report for more enlarges it
+    workers = 12                       # threads that update at that rate; a report may try fewer
 
 and tables `sources` and `about`. Without `host_gpus` the host is that of any number of GPUs.
 JSON has the same keys; `python -m hytrain_fx profile` measures them.

@@ -84,7 +84,7 @@ def measure_machine(
     about = _about(device, workers)
     whole = {key: int(figures.values[key]) for key in ("memory_bytes", "host_memory_bytes")}
     found: dict[str, Any] = {**figures.values, **whole}
-    return DeviceSpec(name or about.get("gpu") or f"cpu: {about['cpu']}", sources=figures.sources, about=about, **found)
+    return DeviceSpec(name or about.get("gpu") or f"cpu: {about['cpu']}", sources=figures.sources, about=about, workers=workers, **found)
 
 
 def _measure_host(figures: _Figures, device: torch.device, seconds: float, host_bytes: int, workers: int) -> None:

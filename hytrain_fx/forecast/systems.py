@@ -31,6 +31,7 @@ from hytrain_fx.forecast.device import DeviceSpec, analytic_profile
 from hytrain_fx.forecast.memory import HOST_SHARE, STAGING_BYTES_PER_PARAM, Footprint, footprint, states_budget_bytes
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
 from hytrain_fx.forecast.shapes import ModelShape
+from hytrain_fx.forecast.workers import filling_workers, with_best_workers, workers_of_rank
 from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
@@ -77,7 +78,7 @@ _COARSE_CHUNKS = 240  # chunks of a model that are played where many cases are
 class Row:
     """What one system is predicted to take. `fits` tells whether both tiers hold `memory`;
     `stream_share` is of what is not resident; `idle_shares` of the step, by resource: gpu, cpu,
-    d2h, h2d and, where its bandwidth is known, host_memory.
+    d2h, h2d and, where its bandwidth is known, host_memory. `workers` threads of each rank update.
     """
 
     system: str
@@ -90,6 +91,7 @@ class Row:
     memory: Footprint
     fits: bool
     notes: tuple[str, ...]
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -172,21 +174,34 @@ class Case:
             return self.plan_at(system, round(system.share * len(self.profile.units)))
         discipline = self._discipline(system)
 
-        def solved(host_budget_bytes: int | None) -> Plan:
-            return self._noted(plan(
-                self.profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
+        def within(host_budget_bytes: int | None, profile: Profile) -> Plan:
+            return plan(
+                profile, rule=system.rule or "windowed", stream=system.stream, budget_bytes=self.budget_bytes,
                 host_budget_bytes=host_budget_bytes, budget_counts_streamed=self.given_bytes is None, discipline=discipline,
-                staged_bytes_per_param=STAGING_BYTES_PER_PARAM, **self._state_bytes))
+                staged_bytes_per_param=STAGING_BYTES_PER_PARAM, **self._state_bytes)
 
-        try:
-            return solved(int(HOST_SHARE * self.device.host_memory_bytes / self.ranks.gpus))
-        except PlanError:
-            return solved(None)
+        def solved(profile: Profile) -> Plan:
+            try:
+                return within(int(HOST_SHARE * self.device.host_memory_bytes / self.ranks.gpus), profile)
+            except PlanError:
+                return within(None, profile)
+
+        # Others gain nothing with fewer where all do not fill the memory. Those that stream gain
+        # about 1%.
+        crowded = filling_workers(self.profile, self.workers) < self.workers and not system.stream
+        fewer = not self.coarse and (system == OUR_SYSTEM or crowded)
+        return self._noted(with_best_workers(self.profile, self.workers, solved, fewer=fewer))
+
+    @property
+    def workers(self) -> int:
+        """CPU threads of one rank, as many as the machine has for it."""
+        return workers_of_rank(self.device, self.ranks)
 
     def plan_at(self, system: System, k: int) -> Plan:
         """The plan with a given k, nothing streamed."""
         of = self.seen_by(system)
-        return of._noted(plan(of.profile, k=k, discipline=of._discipline(system), **of._state_bytes))
+        return of._noted(with_best_workers(of.profile, of.workers, lambda profile: plan(
+            profile, k=k, discipline=of._discipline(system), **of._state_bytes)))
 
     @property
     def _state_bytes(self) -> dict[str, Any]:
@@ -218,6 +233,7 @@ class Case:
         share = streamed / max(made.numel(Placement.CPU) + streamed, 1)
         p = made.predicted
         idle = {name.removesuffix("_idle_share"): value for name, value in p.items() if name.endswith("_idle_share")}
-        notes = tuple(note for note in made.notes if note.startswith(("capped", "raised")))
+        told = ("capped", "raised", *(("predicted with",) if system.is_ours else ()))
+        notes = tuple(note for note in made.notes if note.startswith(told))
         return Row(system.name, made.k, share, p["step_us"], p["stall_us"], p["gpu_update_us"], idle, memory, memory.fits(self.device),
-                   notes)
+                   notes, int(made.inputs.get("workers", self.workers)))

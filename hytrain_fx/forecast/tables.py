@@ -50,10 +50,10 @@ def tables(report: Report) -> Iterator[Table]:
 def steps_table(report: Report) -> Table:
     """What each system is predicted to take."""
     heads = ("system", "units on the GPU (k)", "share of the rest streamed", "step", "times forward and backward",
-             f"{report.counted} a second", "the GPU waits", "updates on the GPU", "fits")
+             f"{report.counted} a second", "the GPU waits", "updates on the GPU", "fits", "CPU workers")
     rows = tuple((r.system, str(r.k), f"{r.stream_share:.0%}", time_text(r.step_us), f"{r.step_us / report.compute_us:.2f}",
-                  _per_s(report, report.tokens, r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us), "yes" if r.fits else "no")
-                 for r in report.rows)
+                  _per_s(report, report.tokens, r.step_us), time_text(r.stall_us), time_text(r.gpu_update_us),
+                  "yes" if r.fits else "no", str(r.workers)) for r in report.rows)
     notes = dict.fromkeys(f"{row.system}: {note}" for row in report.rows for note in row.notes)
     others = "; ".join(system.name for system in SYSTEMS if not system.is_ours)
     kept = () if report.moments == "fp32" else (f"Moments rest in {report.moments} in this library's ways. In fp32 stay: {others}.",)

@@ -38,6 +38,7 @@ from hytrain_fx.forecast.report import case_of
 from hytrain_fx.forecast.shapes import ModelShape
 from hytrain_fx.forecast.stages import in_stages
 from hytrain_fx.forecast.systems import OUR_SYSTEM, Case
+from hytrain_fx.forecast.workers import with_best_workers, workers_of_rank
 from hytrain_fx.ir.figures import Table, bytes_text, count_text, time_text
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
 from hytrain_fx.ir.plan import Placement, Plan
@@ -68,6 +69,7 @@ class Way:
     binds      what a step waits for, in words; where it does not fit, what is too small
     ranks      by rank
     resident, streamed    shares of the states: on the devices, and those that visit them
+    workers    CPU threads that update, by rank
     """
 
     name: str
@@ -79,6 +81,7 @@ class Way:
     ranks: tuple[OfRank, ...]
     resident: float
     streamed: float
+    workers: tuple[int, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -105,11 +108,11 @@ class Ways:
 def ways_table(found: Sequence[Ways]) -> Table:
     """Model by model, machine by machine, way by way; bytes by rank, in 10^9."""
     heads = ("model", "machine", "way", "tokens/s", "step", "states on the GPUs", "GB of each GPU", "GB of the host, by rank",
-             "what it waits for")
+             "CPU workers, by rank", "what it waits for")
     rows = tuple((of.model, of.machine, way.name, *_figures(way)) for of in found for way in of.ways)
     sizes = dict.fromkeys(f"{of.model} has {count_text(of.params)} parameters, a token meets {count_text(of.active)}" for of in found)
     asked = dict.fromkeys(f"{of.tokens:,} tokens of each GPU in a step, in sequences of {of.sequence:,}" for of in found)
-    return Table(f"Ways to train: {'; '.join(asked)}", heads, rows, (f"{'; '.join(sizes)}. {_REMARK}",), words=(0, 1, 2, 8))
+    return Table(f"Ways to train: {'; '.join(asked)}", heads, rows, (f"{'; '.join(sizes)}. {_REMARK}",), words=(0, 1, 2, 9))
 
 
 _REMARK = ("All is predicted. States that are not on the GPUs rest on the host; those that visit the GPU to be updated are counted there. "
@@ -119,11 +122,16 @@ _REMARK = ("All is predicted. States that are not on the GPUs rest on the host; 
 def _figures(way: Way) -> tuple[str, ...]:
     times = (f"{way.tokens_per_s:,.0f}", time_text(way.step_us)) if way.fits else ("-", "-")
     memory = (_by_rank(of.device_bytes for of in way.ranks), _by_rank(of.host_bytes for of in way.ranks))
-    return (*times, f"{way.resident:.0%}", *memory, way.binds if way.fits else f"does not fit: {way.binds}")
+    workers = _same_or_each(map(str, way.workers)) if way.fits else "-"
+    return (*times, f"{way.resident:.0%}", *memory, workers, way.binds if way.fits else f"does not fit: {way.binds}")
 
 
 def _by_rank(nbytes: Iterable[float]) -> str:
-    each = [f"{one / 1e9:.0f}" for one in nbytes]
+    return _same_or_each(f"{one / 1e9:.0f}" for one in nbytes)
+
+
+def _same_or_each(by_rank: Iterable[str]) -> str:
+    each = list(by_rank)
     return each[0] if len(set(each)) == 1 else " ".join(each)
 
 
@@ -162,7 +170,7 @@ def _alike(name: str, case: Case, plan: Plan, memory: Footprint) -> Way:
     too_small = _too_small(case.device, [each] * gpus)
     resident, streamed = (plan.numel(where) / sum(row.numel for row in plan.rows) for where in (Placement.GPU, Placement.STREAM))
     return Way(name, gpus, gpus * case.tokens, plan.predicted["step_us"], too_small or _busiest(plan), not too_small, (each,) * gpus,
-               resident, streamed)
+               resident, streamed, (int(plan.inputs["workers"]),) * gpus)
 
 
 # ---- a pipeline ----
@@ -190,7 +198,7 @@ def _pipeline(case: Case) -> Way:
     waits = f"the GPU, {idle:.0%} of whose time is bubble" if step_us <= (1 + _FREE) * period_us else (
         f"{_adds(slowest.plan, step_us - period_us)} of stage {solved.index(slowest)}")
     return Way(name, gpus, micro_batches * micro_tokens, max(step_us, period_us),
-               too_small or waits, not too_small, ranks, resident, streamed)
+               too_small or waits, not too_small, ranks, resident, streamed, tuple(int(stage.plan.inputs["workers"]) for stage in solved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +218,8 @@ class _Stage:
         staging_bytes = STAGING_SLOTS * CHUNK_PARAMS * STAGING_BYTES_PER_PARAM
         device_bytes = max(0, int(DEVICE_SHARE * case.device.memory_bytes - fixed_bytes - staging_bytes))
         host_bytes = int(HOST_SHARE * case.device.host_memory_bytes / case.ranks.gpus)
-        plan = _solved(own, device_bytes, host_bytes, case.shape.state_bytes_per_param)
+        plan = with_best_workers(own, workers_of_rank(case.device, case.ranks), lambda profile: _solved(
+            profile, device_bytes, host_bytes, case.shape.state_bytes_per_param))
         resident, visits, by_cpu = (plan.numel(where) for where in (Placement.GPU, Placement.STREAM, Placement.CPU))
         states, staged_bytes = case.shape.state_bytes_per_param, staging_bytes if visits else 0
         return cls(own, plan, OfRank(fixed_bytes + states * resident + staged_bytes, states * (visits + by_cpu) + SLOT_BYTES * by_cpu))

@@ -22,7 +22,7 @@ from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_para
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.page import markdown
 from hytrain_fx.forecast.ranks import ONE_RANK, Ranks
-from hytrain_fx.forecast.report import Report, report
+from hytrain_fx.forecast.report import Report, case_of, report
 from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.forecast.systems import OUR_SYSTEM, SYSTEMS, Case
 from hytrain_fx.ir.limits import CHUNK_PARAMS, STAGING_SLOTS
@@ -154,7 +154,9 @@ def test_other_systems_are_as_with_fp32_moments() -> None:
 
 def test_other_ways_on_several_gpus_are_as_with_fp32_moments() -> None:
     """DDP, FSDP2, ZeRO and the pipeline; this library's ways take less of the hosts."""
-    wide, narrow = (reported(moments, Ranks(2), 0).peers for moments in ("fp32", "bf16"))
+    shallow = SHAPE.with_layers(4)
+    wide, narrow = (report(shallow, H100, 8192, sequence=2048, moments=moments, ranks=Ranks(2), budget_bytes=0, sweep=False).peers
+                    for moments in ("fp32", "bf16"))
     for fp32, bf16 in zip(wide, narrow, strict=True):
         assert (fp32 == bf16) == (not fp32.system.startswith("this library"))
     hosted = [next(peer for peer in peers if peer.system == HOSTED) for peers in (wide, narrow)]
@@ -183,10 +185,11 @@ def test_text_and_json_name_the_moments() -> None:
 @pytest.mark.parametrize("ranks", [ONE_RANK, Ranks(2)])
 def test_a_saved_plan_says_which_moments_it_was_made_for(ranks: Ranks) -> None:
     """A note of the plan, which `explain` shows also where the plan was loaded."""
-    made = Plan.from_json(reported("bf16", ranks, 0).plan.to_json())
+    narrow, wide = (case_of(SHAPE, H100, 8192, sequence=2048, moments=of, ranks=ranks).plan_of(OUR_SYSTEM) for of in ("bf16", "fp32"))
+    made = Plan.from_json(narrow.to_json())
     (note,) = [note for note in made.notes if "moments" in note]
     assert note.startswith('made for compile(..., moments="bf16"): 8 bytes of master and states a parameter. With fp32 moments they are 12')
-    assert not [note for note in reported("fp32", ranks, 0).plan.notes if "moments" in note]
+    assert not [note for note in wide.notes if "moments" in note]
 
 
 def test_other_moments_are_refused() -> None:

@@ -119,7 +119,7 @@ def test_the_verdict_names_what_binds_and_what_to_change() -> None:
     assert verdict(r)[4] == (f"Change first: recomputed activations ({gains['recomputed activations']:+.0%} tokens a second); "
                              f"on the machine: twice the memory on the GPU ({max(gains.values()):+.0%} tokens a second).")
     assert gains["a host twice as fast (cores and memory bandwidth)"] > 0.3
-    small = report("llama-10b", H200, 8192, budget_bytes=0, sweep=False)
+    small = report("llama-1.3b", replace(H200, host_memory_bytes=12 * 10**9), 8192, budget_bytes=0, sweep=False)
     assert verdict(small)[0].startswith("It does not fit: our plan takes ")
     assert verdict(small)[4].startswith("Change first: twice the host memory (then it fits, at ")
     assert verdict(report("llama-70b", "h100", 8192, sweep=False))[4].startswith("Change first: no single change")

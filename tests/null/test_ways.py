@@ -122,4 +122,4 @@ def test_a_table_has_a_row_for_each_way(large: Ways) -> None:
     """Bytes of ranks that are alike are told once."""
     text = section(ways_table([large]))
     assert text.count("| llama-70b | 8 x h100 |") == 5
-    assert "| sharded weights | 7,344 | 17.8 s | 4% | 63 | 116 | the GPU |" in text
+    assert "| sharded weights | 7,344 | 17.8 s | 4% | 63 | 116 | 14 | the GPU |" in text
