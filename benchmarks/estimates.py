@@ -123,7 +123,7 @@ def estimate_of(case: Case, spec: DeviceSpec) -> Estimate | None:
 
 
 def _planned(case: Case, shape: ModelShape, spec: DeviceSpec) -> tuple[Row, Plan] | None:
-    """What `report` says of ours, and the plan that `plan` prints."""
+    """What `report` says of ours, and the plan that `plan` prints, with all workers, as a row has."""
     options = options_of(case)
     if any(name in options for name in _PLACES_STATES):
         return None
@@ -132,6 +132,7 @@ def _planned(case: Case, shape: ModelShape, spec: DeviceSpec) -> tuple[Row, Plan
         states = int(states * shape.state_bytes_per_param * shape.params)
     asked = case_of(shape, spec, case.batch * case.sequence, sequence=case.sequence, recompute=case.checkpointing,
                     budget_bytes=None if states == "auto" else states)
+    asked = replace(asked, all_workers=True)
     plan = asked.plan_of(OUR_SYSTEM)
     return asked.row_of(OUR_SYSTEM, plan), plan
 

@@ -105,6 +105,8 @@ class Case:
     coarse           the runtime is simulated in few pieces: a model of 70 G parameters takes no
                      longer
     ranks            how many train it; plans, profile and budget are of one of them
+    all_workers      plans are for all of the machine's, as in a run without the option, and not for
+                     as many as make the step shortest
     """
 
     shape: ModelShape
@@ -117,6 +119,7 @@ class Case:
     budget_bytes: int
     coarse: bool = False
     ranks: Ranks = ONE_RANK
+    all_workers: bool = False
 
     @classmethod
     def of(
@@ -186,6 +189,8 @@ class Case:
             except PlanError:
                 return within(None, profile)
 
+        if self.all_workers:
+            return self._noted(solved(self.profile))
         # Others gain nothing with fewer where all do not fill the memory. Those that stream gain
         # about 1%.
         crowded = filling_workers(self.profile, self.workers) < self.workers and not system.stream

@@ -246,6 +246,9 @@ def test_again_and_again_until_nothing_is_left() -> None:
 def test_states_that_the_options_place_stay() -> None:
     """The error names the option."""
     model, optimizer = started(gpu_states=0.5)
+    planning = session_of(model).planning
+    assert planning.profile is not None
+    planning.want(planning.solver.at(1, planning.profile, 1.0, planning.discipline), "one unit on the device")  # times may say none
     train(model, optimizer, range(WARMED, SHORT_STEP))
     before = on_device(model)
     assert before > 0
