@@ -123,7 +123,7 @@ def estimate_of(case: Case, spec: DeviceSpec) -> Estimate | None:
 
 
 def _planned(case: Case, shape: ModelShape, spec: DeviceSpec) -> tuple[Row, Plan] | None:
-    """What `report` says of ours, and the plan that `plan` prints, with all workers, as a row has."""
+    """What `report` says of ours and the plan that `plan` prints, with all workers as a row has."""
     options = options_of(case)
     if any(name in options for name in _PLACES_STATES):
         return None
