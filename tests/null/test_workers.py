@@ -69,8 +69,10 @@ def test_more_workers_make_no_step_longer(weights: Weights, layers: int, tokens:
         least_us = min(least_us, now_us)
 
 
-@pytest.mark.parametrize("weights", PLACES)
-@pytest.mark.parametrize(("name", "workers"), [("llama-7b", (14, 28, 112)), ("llama-30b", (14, 112))])
+LARGE = [*(("llama-7b", (14, 28, 112), weights) for weights in PLACES), ("llama-30b", (14, 112), "streamed")]
+
+
+@pytest.mark.parametrize(("name", "workers", "weights"), LARGE)
 def test_more_workers_make_no_step_of_a_large_model_longer(name: str, workers: tuple[int, ...], weights: Weights) -> None:
     """7 G and 30 G parameters, from a host of 14 workers for a GPU to one of 112."""
     steps_us = [step_us(of(read_shape(name), count, weights)) for count in workers]
