@@ -81,17 +81,15 @@ def test_pauses_between_updates_are_told() -> None:
 def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
     """Streamed states that wait for the CPU's updates between them say how long they were held.
 
-    All are put on the lane together, in the order that the step before lets expect. Where updates
-    have become slow, states stand behind them in one step, and not in the next.
+    All are put on the lane together, in the order that the step before lets expect. Before the
+    first one slow updates are not foreseen: states stand behind them. In the next they do not.
     """
     hosted, streamed = 40, 6
     with running() as engine:
         sizes, rows = (17,) * hosted + (CHUNK_PARAMS // 2,) * streamed, frozenset(range(hosted, hosted + streamed))
         loop = EngineLoop(engine, sizes, torch.float32, streamed=rows)
         loop.launching_s = 0.008  # of a unit
-        loop.step()
         engine.set_delay(Stage.STREAM_IN, 3_000)  # so that not all of them are on their way before somebody waits
-        loop.step()
         engine.set_delay(Stage.CPU_UPDATE, 60_000)
         loop.step()
         for is_held in (True, False):

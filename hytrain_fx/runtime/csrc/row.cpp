@@ -24,7 +24,8 @@ bool Row::may_be_flagged(bool foreseen) const {
   if (!is_armed(Arm::RELOAD) || !released || factors_are != Factors::KNOWN || is_early()) return false;
   return std::all_of(chunks.begin(), chunks.end(), [this, foreseen](const Chunk& chunk) {
     if (!chunk.flag || chunk.guessed > 0) return false;
-    if (chunk.is(ChunkState::AWAITED)) return foreseen && landed_us > 0;
+    // A weight that rests on the host is fetched on another lane, which would stand at its flag.
+    if (chunk.is(ChunkState::AWAITED)) return foreseen && landed_us > 0 && copied_bytes() > 0;
     return chunk.is(ChunkState::QUEUED) || chunk.is(ChunkState::UPDATED) || chunk.is(ChunkState::SENT);
   });
 }
