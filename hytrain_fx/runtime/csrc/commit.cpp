@@ -1,7 +1,6 @@
 #include "commit.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace hytrain_fx {
 namespace {
@@ -67,7 +66,6 @@ void Commit::await_last_step(EngineLock& lock) {
 void Commit::begin_step(double called_us) {
   if (parts_.tail.is_followed()) state_.clock.streamed(called_us);  // it has not ended yet
   state_.clock.begin_step(called_us, state_.device->now_us(), has_ended());
-  state_.streaming.params -= std::exchange(state_.streaming.sent_params, 0);
   parts_.tally.begin_commit();
 }
 

@@ -30,13 +30,6 @@ inline void sleep_us(double mean_us) {  // delays that tests set
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
 
-// Streamed rows of the last commit.
-struct StreamQueue {
-  std::set<Key> rows;                   // those with chunks to be sent, by chunk 0
-  int64_t params = 0, sent_params = 0;  // of all, and of those that were sent
-  int64_t left() const { return params - sent_params; }
-};
-
 struct EngineState {
   explicit EngineState(const EngineOptions& options);
 
@@ -75,7 +68,7 @@ struct EngineState {
   std::set<Key> ready;    // workers take their granules
   std::set<Key> updated;  // the uploader sends their new weights
   std::set<Key> ahead;    // like `updated`, by guessed factors
-  StreamQueue streaming;
+  std::set<Key> streaming;  // streamed rows of the last commit with chunks to be sent, by chunk 0
   int waiting = 0;        // threads in wait()
   int flagged_rows = 0;   // with FLAGGED or PROMISED chunks
   uint64_t commits = 0;

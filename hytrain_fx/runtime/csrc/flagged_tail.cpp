@@ -96,7 +96,7 @@ class Backward {
 bool FlaggedTail::may_be_sent() const {
   if (state_.waiting == 0 || state_.has_failed() || !state_.ahead.empty()) return false;
   const bool foreseen = state_.device->shows_events();
-  bool any = !state_.streaming.rows.empty();
+  bool any = !state_.streaming.empty();
   for (const Row& row : state_.rows) {
     if (!row.awaits_copies()) continue;
     if (!row.may_be_flagged(foreseen)) return false;
@@ -121,7 +121,7 @@ std::vector<LaneItem> FlaggedTail::items(double now_us) const {
       items.push_back({row.key(c), false, params * static_cast<double>(row.copied_bytes()), left, is_there ? now_us : landed_us, released_us});
     }
   }
-  for (const Key& key : state_.streaming.rows) {
+  for (const Key& key : state_.streaming) {
     const Row& row = state_.row(key);
     const double open_us = backward.open_us(row);
     for (int c = row.streamed.chunks; c < row.size(); ++c) {

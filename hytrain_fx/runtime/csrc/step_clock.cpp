@@ -14,7 +14,6 @@ void StepClock::begin_step(double called_us, double now_us, bool has_ended) {
   if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) {
     finish_.launching_us = launching_us_ + launched_since(called_us);
   }
-  last_launching_us_ = finish_.launching_us;
   last_finish_ = has_ended ? finish_ : FinishTimes{};
   finish_ = {};
   if (workers_busy_us_ > 0) params_per_us_ = static_cast<double>(updated_params_) / workers_busy_us_;

@@ -28,8 +28,6 @@ class StepClock {
     finish_.promised += promised ? params : 0;
   }
 
-  double since_commit_us(double now_us) const { return now_us - commit_us_; }
-  double last_launching_us() const { return last_launching_us_; }
   // of the CPU in the step before, all workers together; 0: not known
   double params_per_us() const { return params_per_us_; }
   const FinishTimes& last() const { return last_finish_; }
@@ -42,7 +40,6 @@ class StepClock {
   double passed_us_ = 0, launched_us_ = 0;
   // from one to the other, without what held the launching thread up
   double launching_us_ = 0;
-  double last_launching_us_ = 0;             // FinishTimes::launching_us of the last commit
   // since the last commit: begin of the first update by the CPU
   double first_update_us_ = 0;
   double workers_busy_us_ = 0;               // since then: workers' time over their number

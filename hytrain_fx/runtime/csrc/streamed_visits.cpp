@@ -11,8 +11,7 @@ void StreamedVisits::begin(Row& row, const CommitItem& item, const EventPtr& end
     row.open_at(end, state_.marks);
   }
   row.issued = row.streamed.chunks = 0;
-  state_.streaming.rows.insert(row.key(0));
-  state_.streaming.params += row.spec.numel;
+  state_.streaming.insert(row.key(0));
 }
 
 // Where no row may be updated, take the one that may be first. Updates run in the order in which
@@ -20,7 +19,7 @@ void StreamedVisits::begin(Row& row, const CommitItem& item, const EventPtr& end
 // up all others.
 int StreamedVisits::next(bool& ready) const {
   const Row* first = nullptr;
-  for (const Key& key : state_.streaming.rows) {
+  for (const Key& key : state_.streaming) {
     const Row& row = state_.row(key);
     ready = row.open->known_done();
     if (ready) return key.row;
@@ -39,8 +38,7 @@ InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
   // its phase is PENDING: nobody else changes what is read here
   Row& row = state_.rows[upload.row];
   const Chunk& chunk = row.chunks[upload.chunk];
-  if (++row.streamed.chunks == row.size()) state_.streaming.rows.erase(row.key(0));
-  state_.streaming.sent_params += chunk.params();
+  if (++row.streamed.chunks == row.size()) state_.streaming.erase(row.key(0));
   staging_.begin_visit(*upload.slot);
   const bool recording = state_.records.on();
   int64_t bytes = 0;

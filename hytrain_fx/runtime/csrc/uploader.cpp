@@ -21,7 +21,7 @@ void Uploader::run() {
   EngineLock lock(state_.mutex);
   while (true) {
     state_.upload_cv.wait(lock, [this] {
-      return state_.stop || !state_.updated.empty() || !state_.ahead.empty() || !state_.streaming.rows.empty() || tail_.may_be_sent();
+      return state_.stop || !state_.updated.empty() || !state_.ahead.empty() || !state_.streaming.empty() || tail_.may_be_sent();
     });
     if (state_.stop) return;
     if (!tail_.may_be_sent()) ask_events(lock);
@@ -61,7 +61,7 @@ void Uploader::ask_events(EngineLock& lock) const {
     if (!event->known_done() && (events.empty() || events.back() != event)) events.push_back(event);
     return event->known_done();
   };
-  const std::set<Key>& streamed = state_.streaming.rows;
+  const std::set<Key>& streamed = state_.streaming;
   for (const Key& key : state_.updated.empty() ? state_.ahead : state_.updated) {
     const Row& row = state_.row(key);
     if (row.is_armed(Arm::RELOAD) && row.released && add(kReleased, row.released)) break;
@@ -84,7 +84,7 @@ void Uploader::ask_events(EngineLock& lock) const {
 
 Upload Uploader::next_upload() {
   bool ready = false;
-  StagingSlot* slot = state_.streaming.rows.empty() ? nullptr : staging_.free_slot();
+  StagingSlot* slot = state_.streaming.empty() ? nullptr : staging_.free_slot();
   const int streamed = slot ? visits_.next(ready) : -1;
   const Key* weight = next_of(state_.updated);
   const bool is_before = weight && ready && std::tie(state_.rows[streamed].spec.unit, streamed) < std::tie(weight->unit, weight->row);
@@ -162,7 +162,7 @@ void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
 void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
   std::vector<OnLane> rest;
-  const bool has_states = !state_.streaming.rows.empty();
+  const bool has_states = !state_.streaming.empty();
   tail_.set_followed(has_states);
   for (Upload& upload : tail_.take(bytes_, staging_.size())) {
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
