@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +70,19 @@ def shared(batch: Any, model: nn.Module) -> Iterator[Part]:
     """`share`, as `ByHand.parts` gives it."""
     for part in hytrain_fx.share(batch, model):
         yield part.model, part.batch, part.weight
+
+
+def noted_fetches(monkeypatch: pytest.MonkeyPatch, engine: Any) -> list[int]:
+    """Rows whose gradients are brought back to the device from now on."""
+    fetched: list[int] = []
+    fetch = engine.fetch
+
+    def noted(rows: Any, out: torch.Tensor) -> Any:
+        fetched.extend(rows)
+        return fetch(rows, out)
+
+    monkeypatch.setattr(engine, "fetch", noted)
+    return fetched
 
 
 def nothing(model: Any, optimizer: Any) -> list[float]:

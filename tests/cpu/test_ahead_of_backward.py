@@ -10,10 +10,7 @@ import subprocess
 
 import pytest
 
-from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.libraries import SOURCES
-
-from .test_late_release import NATIVE
+from .native_programs import built
 
 UNITS = 8
 
@@ -21,11 +18,7 @@ UNITS = 8
 @pytest.fixture(scope="module")
 def order(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What came to the device in a step, in its order, as tests/native/ahead.cpp says."""
-    library, program = build.library(SOURCES), tmp_path_factory.mktemp("ahead") / "ahead"
-    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
-    subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", f"-I{NATIVE}", str(NATIVE / "ahead.cpp"), str(library),
-                    f"-Wl,-rpath,{library.parent}", "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([built("ahead", tmp_path_factory.mktemp("ahead"))], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     passed, _, came = done.stdout.partition(":")
     assert passed == "in time", "the launching thread waited for a backward that waited for it"

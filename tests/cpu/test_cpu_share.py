@@ -31,7 +31,7 @@ from hytrain_fx.sharing.placing import SharePlacing
 
 from .loops import Twins, assert_same, compare, plain_loop, weights
 from .models import autocast_gpt
-from .share_loops import ByHand, gpt_of_eight, in_parts
+from .share_loops import ByHand, gpt_of_eight, in_parts, noted_fetches
 from .test_cut_parameters import cut_plan
 from .test_placements import PLACES, plan_of
 
@@ -304,13 +304,6 @@ def test_gradients_in_slots_are_added_to_there(twins: Twins, by_hand: ByHand, pl
     However late it lands: the host waits before it adds.
     """
     twins.session.place(plan_of(twins.session, [place]))
-    fetched: list[int] = []
-    fetch = twins.session.engine.fetch
-
-    def noted(rows: Any, out: torch.Tensor) -> int:
-        fetched.extend(rows)
-        return fetch(rows, out)
-
-    monkeypatch.setattr(twins.session.engine, "fetch", noted)
+    fetched = noted_fetches(monkeypatch, twins.session.engine)
     twins.agree(in_parts(by_hand, 3), delays={Stage.D2H: 1000})
     assert fetched == []

@@ -11,19 +11,14 @@ from pathlib import Path
 import pytest
 
 from hytrain_fx.runtime.native import build
-from hytrain_fx.runtime.native.libraries import SOURCES
 
-NATIVE = Path(__file__).resolve().parents[1] / "native"
+from .native_programs import built
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tests/native/second_thread.cpp, built."""
-    library, program = build.library(SOURCES), tmp_path_factory.mktemp("native") / "second_thread"
-    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
-    subprocess.run([build.find_compiler(), *flags, "-O1", f"-I{build.CSRC}", f"-I{NATIVE}", str(NATIVE / "second_thread.cpp"), str(library),
-                    f"-Wl,-rpath,{library.parent}", "-o", str(program)], check=True)
-    return program
+    return built("second_thread", tmp_path_factory.mktemp("native"))
 
 
 def _run(program: Path, what: str) -> None:

@@ -7,7 +7,6 @@ the copy's gradients are added on the GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from hytrain_fx.runtime.engine import Stage
 
 from ..cpu.loops import Twins, assert_same, weights
 from ..cpu.models import Batches
-from ..cpu.share_loops import AfterBackward, ByHand, gpt_of_eight, in_parts, nothing
+from ..cpu.share_loops import AfterBackward, ByHand, gpt_of_eight, in_parts, noted_fetches, nothing
 from ..cpu.test_cpu_share import BY_CPU, clipped, read
 from ..cpu.test_cut_parameters import cut_plan
 from ..cpu.test_placements import PLACES, plan_of
@@ -61,14 +60,7 @@ def test_a_share_has_the_bits_of_the_split_by_hand(twins: Twins) -> None:
 
 def test_gradients_are_joined_on_the_host(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that the CPU updates no gradient comes back to the GPU."""
-    fetched: list[int] = []
-    fetch = twins.session.engine.fetch
-
-    def noted(rows: Any, out: torch.Tensor) -> int:
-        fetched.extend(rows)
-        return fetch(rows, out)
-
-    monkeypatch.setattr(twins.session.engine, "fetch", noted)
+    fetched = noted_fetches(monkeypatch, twins.session.engine)
     twins.session.place(plan_of(twins.session, [Placement.CPU]))
     twins.agree(in_parts(ByHand(BY_CPU), 3), delays={Stage.D2H: 1000})
     assert fetched == []

@@ -39,14 +39,7 @@ struct TrainedRow {
 int main() {
   std::vector<char> ring(1 << 20);
   std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  EngineOptions options{};
-  options.workers = 2;
-  options.device_ordinal = -1;
-  options.timeout_s = 30;
-  options.ring = ring.data();
-  options.ring_bytes = ring.size();
-  options.factor_slots = factors.data();
-  options.factor_capacity = 1;
+  EngineOptions options = options_on_cpu(2, ring, factors);
   Engine* engine = nullptr;
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};
@@ -63,7 +56,7 @@ int main() {
     check(is_streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
     items[r].row = r;
     items[r].grad = is_streamed ? row.grad.data() : nullptr;
-    items[r].scalars = {1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};
+    items[r].scalars = kScalars;
   }
 
   WorkQueue compute;

@@ -48,3 +48,19 @@ int hytrain_record(hytrain_fx::Engine*, int);
 int hytrain_take_records(hytrain_fx::Engine*, hytrain_fx::TaskRecord*, int, int*);
 int hytrain_cpu_update_us(hytrain_fx::Engine*, int, double*);
 }
+
+// Of an engine on the CPU device whose commits have one factor at most. The memory is the caller's.
+inline hytrain_fx::EngineOptions options_on_cpu(int workers, std::vector<char>& ring, std::vector<float>& factors) {
+  hytrain_fx::EngineOptions options{};
+  options.workers = workers;
+  options.device_ordinal = -1;
+  options.timeout_s = 30;
+  options.ring = ring.data();
+  options.ring_bytes = ring.size();
+  options.factor_slots = factors.data();  // two halves
+  options.factor_capacity = static_cast<int32_t>(factors.size() / 2);
+  return options;
+}
+
+// AdamW with fp32 gradients, at some step.
+inline const hytrain_fx::UpdateScalars kScalars{1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};

@@ -32,14 +32,7 @@ struct Streamed {
 int main() {
   std::vector<char> ring(1 << 16);
   std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  EngineOptions options{};
-  options.workers = 1;
-  options.device_ordinal = -1;
-  options.timeout_s = 30;
-  options.ring = ring.data();
-  options.ring_bytes = ring.size();
-  options.factor_slots = factors.data();
-  options.factor_capacity = 1;
+  EngineOptions options = options_on_cpu(1, ring, factors);
   Engine* engine = nullptr;
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};
@@ -53,7 +46,7 @@ int main() {
     check(hytrain_place_streamed(engine, r, &states));
     items[r].row = r;
     items[r].grad = rows[r].grad.data();
-    items[r].scalars = {1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};
+    items[r].scalars = kScalars;
   }
 
   WorkQueue compute;

@@ -29,14 +29,7 @@ void check(int status) {
 // An engine with one row.
 struct Trained {
   explicit Trained(int64_t size, bool on_device = false) : n(size) {
-    EngineOptions options{};
-    options.workers = 2;
-    options.device_ordinal = -1;
-    options.timeout_s = 30;
-    options.ring = ring.data();
-    options.ring_bytes = ring.size();
-    options.factor_slots = factors.data();
-    options.factor_capacity = 1;
+    EngineOptions options = options_on_cpu(2, ring, factors);
     check(hytrain_create(&options, &engine));
     RowSpec spec{n, 0, static_cast<int32_t>(Dtype::kF32), weight.data()};
     check(hytrain_add_row(engine, &spec));
@@ -45,7 +38,7 @@ struct Trained {
     check(on_device ? hytrain_place_on_device(engine, 0, &device) : hytrain_place_on_host(engine, 0, &host));
     item.row = 0;
     item.grad = on_device ? grad.data() : nullptr;
-    item.scalars = {1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};
+    item.scalars = kScalars;
   }
   ~Trained() { check(hytrain_destroy(engine)); }
 
