@@ -1,10 +1,11 @@
 // A loop that launches ahead of a slow backward. Gradients of units come one after the other. Of each
 // unit two rows, which leave together, are updated by the CPU, and one is streamed. One of the first
-// two, such as a norm's weight, may be read until the end of the backward. The last backward does
-// not begin on the device before the launching thread has passed the next forward's gates. Prints
-// whether it does, then what came to the device in that step, in order: w for a weight, s for states,
-// with the number of the unit, "w0'" for what is read until the end. Compiled and run by
-// tests/cpu/test_ahead_of_backward.py.
+// two, such as a norm's weight, may be read until the end of the backward. The other one of unit 0 is
+// like an embedding tied to the head: read at the backward's begin only, and its gradient comes last.
+// The last backward does not begin on the device before the launching thread has passed the next
+// forward's gates. Prints whether it does, then what came to the device in that step, in order: w for
+// a weight, s for states, with the number of the unit, "w0'" for what is read until the end. Compiled
+// and run by tests/cpu/test_ahead_of_backward.py.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,7 @@ using namespace hytrain_fx;
 namespace {
 
 constexpr int kRowsOfUnit = 3, kUnits = 8, kSlots = 3, kSteps = 4, kRecords = 4096;
+constexpr int32_t kTied = 0;
 constexpr int64_t kSize = 4096;
 constexpr auto kUnitTime = std::chrono::milliseconds(12);
 
@@ -81,13 +83,16 @@ int main() {
         if (is_last) passed->sync();
         std::this_thread::sleep_for(kUnitTime);
       });
-      const int32_t first = kRowsOfUnit * unit, by_cpu[] = {first, first + 1}, streamed = first + 2, released[] = {first, streamed};
+      const int32_t first = kRowsOfUnit * unit, by_cpu[] = {first, first + 1}, streamed = first + 2;
       const void* grads[] = {rows[first].grad.data(), rows[first + 1].grad.data()};
       check(hytrain_grad_offload(engine, by_cpu, grads, 2, &compute));
       check(hytrain_arm_cpu(engine, by_cpu, 2));
       check(hytrain_arm_gpu(engine, &streamed, 1, &compute));
       check(hytrain_arm_reload(engine, by_cpu, 2));
-      check(hytrain_release(engine, released, 2, &compute));
+      std::vector<int32_t> released{streamed};
+      if (unit > 0) released.push_back(first);
+      if (unit == kUnits - 1) released.push_back(kTied);
+      check(hytrain_release(engine, released.data(), static_cast<int>(released.size()), &compute));
       late.push_back(first + 1);
     }
     check(hytrain_release(engine, late.data(), kUnits, &compute));

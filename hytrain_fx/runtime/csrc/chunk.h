@@ -116,6 +116,7 @@ class Chunk {
   int64_t granule_begin(int granule) const { return begin + granule * kGranule; }
   int64_t granule_params(int granule) const { return std::min(kGranule, end - granule_begin(granule)); }
   bool is_updated() const { return finished == granules(); }
+  bool awaits_gradient() const { return is(ChunkState::AWAITED) || is(ChunkState::PROMISED); }
   bool awaits_flag() const { return is(ChunkState::FLAGGED) || is(ChunkState::PROMISED); }
   bool is_withdrawn() const { return is(ChunkState::WITHDRAWN) || is(ChunkState::RESTORING); }
   int64_t guessed_params() const { return std::min<int64_t>(guessed * kGranule, params()); }

@@ -54,8 +54,8 @@ bool is_landing(const Row& row) {
 
 // Likely times of what is to come in a backward that the device is in: landings come as far apart
 // as in the step before, the next one now. An event of the compute stream comes when the gradients
-// of all rows that were open before it have: what Inductor may read until the end, such as a norm's
-// weight, lands early and is open late.
+// that were begun before it have. A norm's weight, which Inductor may read until the end, lands early
+// and is open late; an embedding that is tied to the head lands last and may be open early.
 class Backward {
  public:
   Backward(const Rows& rows, double now_us) : now_us_(now_us) {
@@ -70,18 +70,16 @@ class Backward {
       const double apart_us = before ? row->landed_us - before->landed_us : 0;
       if (apart_us > 0 && apart_us < kLongestApartUs) last_us += apart_us;
       by_row_[row->index] = last_us;
-      by_mark_[row->open_mark] = std::max(by_mark_[row->open_mark], last_us);
+      by_mark_[row->landing_mark] = last_us;
       before = row;
     }
-    double passed_us = now_us;
-    for (auto& [mark, landed_us] : by_mark_) passed_us = landed_us = std::max(landed_us, passed_us);
   }
   double landed_us(const Row& row) const {
     const auto found = by_row_.find(row.index);
     return found == by_row_.end() ? now_us_ : found->second;
   }
   double open_us(const Row& row) const {
-    const auto after = by_mark_.upper_bound(row.open_mark);
+    const auto after = by_mark_.lower_bound(row.open_mark);
     return after == by_mark_.begin() ? now_us_ : std::prev(after)->second;
   }
 

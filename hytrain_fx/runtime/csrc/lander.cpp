@@ -1,5 +1,7 @@
 #include "lander.h"
 
+#include <algorithm>
+
 namespace hytrain_fx {
 namespace {
 
@@ -16,6 +18,7 @@ void Lander::expect(const std::vector<GradLanding>& landings) {
       Row& row = state_.rows[part.row];
       row.landing = landing.event;
       row.landing_number = state_.landings;
+      row.landing_mark = state_.marks;
     }
     landings_.push_back({landing, {}});
   }
@@ -67,9 +70,14 @@ bool Lander::await(Event& event, EngineLock& lock) {
   return true;
 }
 
+// While a gradient is on its way, `landed_us` is of the one before.
+void Lander::note_landed(Row& row) const {
+  const bool is_whole = std::none_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return chunk.awaits_gradient(); });
+  if (is_whole) row.landed_us = state_.device->now_us();
+}
+
 void Lander::grads_came(const GradLanding& landing) {
   const Part& first = landing.parts.front();
-  const double now_us = state_.device->now_us();
   if (landing.begin) state_.records.note_lane(kToHost, first.row, first.chunk, landing.begin, landing.event);
   for (const Part& part : landing.parts) {
     Row& row = state_.rows[part.row];
@@ -78,14 +86,14 @@ void Lander::grads_came(const GradLanding& landing) {
       chunk.set_state(ChunkState::FLAGGED);
       state_.ready.insert(row.key(part.chunk));
       state_.work_cv.notify_all();
-      row.landed_us = now_us;
+      note_landed(row);
       continue;
     }
     if (row.generation != part.generation) continue;  // dropped by zero_grad() and begun again
     // Dropped, and the row's last update may have ended since: its chunks are not this gradient's.
     if (row.phase == Phase::IDLE || row.phase == Phase::PASSED) continue;
-    row.landed_us = now_us;
     chunk.set_state(ChunkState::LANDED);
+    note_landed(row);
     state_.queue_ready(row, part.chunk);
   }
 }

@@ -39,6 +39,7 @@ class Lander {
   };
   bool await(Event& event, EngineLock& lock);
   void grads_came(const GradLanding& landing);
+  void note_landed(Row& row) const;
 
   EngineState& state_;
   Guesses& guesses_;

@@ -143,7 +143,8 @@ class Row {
 
   EventPtr landing, ready, released;
   uint64_t landing_number = 0;  // landings come in this order
-  double landed_us = 0;         // when the last gradient that came was there
+  uint64_t landing_mark = 0;    // of the compute stream's last event before the gradient
+  double landed_us = 0;         // when the last gradient that came was whole
   uint64_t promised = 0;        // generation of the gradient that PROMISED chunks await
   // the one of ready and released that was recorded last: from it on the row may be updated
   EventPtr open;
