@@ -40,6 +40,11 @@ class Contest:
         self._needed = _SETTLING + _TIMED
         self._took_s: dict[bool, float] = {}  # a step, by way
 
+    def try_first(self, early: bool) -> None:
+        """The way that is timed first, unless that has begun."""
+        if not self._took_s and self._last_s is None and self.why is None:
+            self.early = early
+
     def pause(self) -> None:
         """A step was none of this loop: the way in force is timed again."""
         self._last_s = None

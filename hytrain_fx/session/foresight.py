@@ -14,8 +14,9 @@ factor, and gains nothing.) And each step had every gradient that went to its sl
 made by one backward, with the hyper-parameters that its group had during that backward. A step that
 undoes updates makes the next harder to earn.
 
-Where nearly all gradients are there, the loop waits for the device, and updates go ahead at once.
-Elsewhere both ways are timed, and the faster one stays (session/contest.py).
+Both ways are timed then, and the faster one stays (session/contest.py). Where nearly all gradients
+are there, the loop seems to wait for the device, and updates go ahead first. It may also have done
+so in its first steps alone, and be a step ahead of the device from then on.
 
 A wrong guess costs time and nothing else: the engine puts back what it has updated
 (csrc/early_updates.h).
@@ -43,8 +44,8 @@ or whose factors are guessed, on average.
 Until then the CPU is idle. A GPT-2 XL, whose backward takes about as long to launch as to run, came
 to `step()` with 0.1 to 0.6 of it done, and the CPU was idle for 80 ms of 360 in the worst step."""
 _WAITS: Final = 0.97
-"""The same for a loop that waits for the device: the last gradients of one that does not are still
-on their way."""
+"""The same for a loop that seems to wait for the device: the last gradients of one that does not
+are still on their way."""
 
 
 class _Sent(NamedTuple):
@@ -92,7 +93,6 @@ class Foresight:
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone
         self._missed = engine.early_counts().missed
-        self._waits = False  # whether the loop waits for the device, or for factors, as far as was seen
         self._contest = Contest()
         self._awaits_factors = False
 
@@ -109,20 +109,16 @@ class Foresight:
     @property
     def goes_ahead(self) -> bool:
         """Whether the updates of the next backward begin before its step."""
-        return not self._is_off and (self._always or (self._alike >= self._needed and self._may_pay))
+        return not self._is_off and (self._always or (self._is_learned and self._contest.early))
 
     @property
     def tries(self) -> bool:
         """Whether both ways are being tried, and none has been chosen."""
-        return not self._is_off and not self._always and self._is_contested and self._contest.why is None
+        return not self._is_off and not self._always and self._is_learned and self._contest.why is None
 
     @property
-    def _is_contested(self) -> bool:
-        return self._alike >= self._needed and not self._waits
-
-    @property
-    def _may_pay(self) -> bool:
-        return self._waits or self._contest.early
+    def _is_learned(self) -> bool:
+        return self._alike >= self._needed
 
     @property
     def will_go_ahead(self) -> bool:
@@ -130,7 +126,7 @@ class Foresight:
 
         They will if the loop goes on as in the last step.
         """
-        return not self._is_off and (self._always or (self._alike > 0 and self._may_pay))
+        return not self._is_off and (self._always or (self._alike > 0 and self._contest.early))
 
     def sent(self, rows: Sequence[int]) -> None:
         """The gradients of these rows on the host are on their way to their slots."""
@@ -165,7 +161,7 @@ class Foresight:
         self._lateness.append(max(counts.landed_params, counts.guessed_params) / counts.host_params if counts.host_params else 0.0)
         late = sum(self._lateness) / _STEPS
         if not went_ahead:  # launching takes longer beside early updates, and more gradients are there
-            self._waits = late >= _WAITS
+            self._contest.try_first(late >= _WAITS)
         self._watches = late >= (_LATE / 2 if self._watches else _LATE)  # else plans go to and fro
         right = self._watches and bool(self._sent) and self._came_true(items)
         self._alike = self._alike + 1 if right and not missed else 0
@@ -177,7 +173,7 @@ class Foresight:
         if not right:
             self._refresh_groups()
         self._sent.clear()
-        if self._is_contested:
+        if self._is_learned:
             self._contest.stepped()
         else:
             self._contest.pause()

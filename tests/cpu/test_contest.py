@@ -55,6 +55,19 @@ def test_a_loop_that_changes_is_timed_again() -> None:
     assert loop.contest.early
 
 
+def test_what_is_tried_first_is_timed_first() -> None:
+    """Until the first step has been timed; what is found does not depend on it."""
+    loop = Loop(0.30, 0.25)
+    loop.contest.try_first(True)
+    assert loop.step()
+    loop.contest.try_first(False)
+    assert loop.step()
+    loop.until_decided()
+    assert not loop.contest.early
+    loop.contest.try_first(True)
+    assert not loop.step()
+
+
 def test_steps_of_another_loop_are_not_timed() -> None:
     """After a pause the way in force is timed from nothing: an evaluation between is no step."""
     loop = Loop(0.20, 0.25)

@@ -401,6 +401,10 @@ class Tried:
 
     def __init__(self, early: bool) -> None:
         self.early, self.steps, self.pauses = early, 0, 0
+        self.first = False
+
+    def try_first(self, early: bool) -> None:
+        self.first = early
 
     def stepped(self) -> None:
         self.steps += 1
@@ -414,8 +418,8 @@ def test_a_tenth_of_the_gradients_is_late(learner: Twins, monkeypatch: pytest.Mo
 
     Once learned, it is until half of that. A single late step is not enough. Its steps are timed,
     and updates begin before step() where that was found to be faster. Where nearly all gradients
-    are there, the loop waits for the device, and nothing is timed. The last commit is said to have
-    had these; all else of the counts is the engine's.
+    are there, the loop seems to wait for the device, and that is tried first. The last commit is
+    said to have had these; all else of the counts is the engine's.
     """
     engine = learner.session.engine
     counted, share = engine.early_counts, 0.0
@@ -450,8 +454,9 @@ def test_a_tenth_of_the_gradients_is_late(learner: Twins, monkeypatch: pytest.Mo
     faster = False
     assert not any(ahead(*[0.9] * 12))
     assert tried.steps == 12 - tried.pauses > 0
-    assert ahead(*[0.98] * 12)[8:] == [True] * 5
-    assert tried.steps == 0
+    assert not tried.first
+    ahead(*[0.98] * 12)
+    assert tried.first
 
 
 def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:

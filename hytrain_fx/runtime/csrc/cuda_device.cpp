@@ -175,13 +175,14 @@ struct CudaShared {
   double epoch_us = 0;
 };
 
-// What a lane writes behind each of its events, to pinned memory: how many have come. So whoever
+// Numbers that a lane writes to pinned memory, one after the other, behind its events. So whoever
 // waits for one need not ask the driver, which makes it wait for a thread that is blocked in it.
 struct LaneSigns {
   OrderedMutex<LockOrder::kQueue> mutex;  // the numbers come on the lane in their order
-  uint32_t* word = nullptr;               // null: this driver cannot write it
-  uint32_t recorded = 0;
+  uint32_t* word = nullptr;               // null: this driver cannot write it, or nobody asks for it
+  uint32_t shown = 0;
 };
+constexpr std::array kShownLanes = {Lane::D2H, Lane::H2D};
 
 class CudaEvent : public Event {
  public:
@@ -251,8 +252,8 @@ class CudaDevice : public Device {
     d.check(d.stream_create(&clock_stream_, kStreamNonBlocking, greatest), "create a stream");
     shared_->epoch = shared_->pool.take();
     if (!d.write_value || !has_unified_addresses()) return;
-    void* words = pinned_words(signs_.size() * kWordsApart);
-    for (size_t lane = 0; lane < signs_.size(); ++lane) signs_[lane].word = static_cast<uint32_t*>(words) + lane * kWordsApart;
+    uint32_t* words = pinned_words(kShownLanes.size() * kWordsApart);
+    for (size_t i = 0; i < kShownLanes.size(); ++i) signs(kShownLanes[i]).word = words + i * kWordsApart;
   }
   ~CudaDevice() override {
     const Driver& d = shared_->driver;
@@ -272,7 +273,8 @@ class CudaDevice : public Device {
   void compute_wait(void* stream, const EventPtr& event) override { wait_on(stream, event); }
   void gather(void* stream, const std::vector<DeviceCopy>& copies) override;
   EventPtr record(Lane lane) override;
-  bool shows_events() override { return signs_[0].word != nullptr; }
+  void show(Lane lane) override;
+  bool shows_events() override { return signs(Lane::D2H).word != nullptr; }
   void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
     const Driver& d = shared_->driver;
@@ -306,6 +308,7 @@ class CudaDevice : public Device {
   double now_us() override { return clock_us(); }
 
  private:
+  LaneSigns& signs(Lane lane) { return signs_[static_cast<int>(lane)]; }
   CUstream stream(Lane lane) const { return streams_[static_cast<int>(lane)]; }
   Current make_current() const { return Current(shared_->driver, shared_->context); }
   EventPtr record_on(CUstream on) {
@@ -355,15 +358,23 @@ class CudaDevice : public Device {
 
 EventPtr CudaDevice::record(Lane lane) {
   const Driver& d = shared_->driver;
-  LaneSigns& signs = signs_[static_cast<int>(lane)];
+  LaneSigns& signs = this->signs(lane);
   if (!signs.word) return record_on(stream(lane));
   const Current current = make_current();
   auto event = std::make_shared<CudaEvent>(shared_);
   std::lock_guard lock(signs.mutex);
   d.check(d.event_record(event->handle(), stream(lane)), "record an event");
-  event->show_by(signs.word, ++signs.recorded);
-  d.check(d.write_value(stream(lane), address(signs.word), signs.recorded, kWriteAfterAll), "write a word behind an event");
+  event->show_by(signs.word, signs.shown + 1);
   return event;
+}
+
+void CudaDevice::show(Lane lane) {
+  const Driver& d = shared_->driver;
+  LaneSigns& signs = this->signs(lane);
+  if (!signs.word) return;
+  const Current current = make_current();
+  std::lock_guard lock(signs.mutex);
+  d.check(d.write_value(stream(lane), address(signs.word), ++signs.shown, kWriteAfterAll), "write a word behind an event");
 }
 
 // Parameters and launch shape as update_rows.cu lists them. The layout of DeviceUpdate differs from

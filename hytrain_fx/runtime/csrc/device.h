@@ -62,8 +62,8 @@ class Event {
     await();
     known_.store(true, std::memory_order_release);
   }
-  // Like done(), and never held up by a thread that is blocked in the driver, where the device has
-  // shows_events(). Tells nothing of errors.
+  // Like done(), and never held up by a thread that is blocked in the driver, for an event that the
+  // device shows (Device::show). Tells nothing of errors.
   bool seen() {
     if (!known_done() && shows()) known_.store(true, std::memory_order_release);
     return known_done();
@@ -132,8 +132,10 @@ class Device {
   virtual void compute_wait(void* stream, const EventPtr& event) = 0;
   virtual void gather(void* stream, const std::vector<DeviceCopy>& copies) = 0;
   virtual EventPtr record(Lane lane) = 0;
-  // Whether events of lanes can be seen to come without the driver.
-  virtual bool shows_events() = 0;
+  // From here on events that were recorded on the lane before can be seen to come without the
+  // driver. Takes a place in the lane's queue. For lanes D2H and H2D, where the device can.
+  virtual void show(Lane) {}
+  virtual bool shows_events() = 0;  // whether it can
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
   // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where

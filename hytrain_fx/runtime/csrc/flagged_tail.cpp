@@ -7,45 +7,12 @@ namespace hytrain_fx {
 namespace {
 
 constexpr auto kFollowing = std::chrono::microseconds(100);
+// On the lane at once. About a thousand fit in a stream's queue, and a thread that is blocked before
+// a full one holds up the launching thread, too. The launching thread passes a gate when its weights
+// are on the lane: these are 100 ms of a model whose step takes 300.
+constexpr int kPlaces = 800;
 // Between two landings of one backward. What took longer was no backward.
 constexpr double kLongestApartUs = 1e6;
-
-// How far the lane has come, and how fast it is: the median over its streamed states, as some of
-// them stand and wait.
-class Progress {
- public:
-  explicit Progress(const std::vector<OnLane>& rest) : rest_(rest) {}
-  void look(double now_us) {
-    double bytes = 0;
-    bool has_states = false;
-    const size_t before = ended_;
-    for (; ended_ < rest_.size() && rest_[ended_].end->seen(); ++ended_) {
-      bytes += static_cast<double>(rest_[ended_].bytes);
-      has_states = has_states || rest_[ended_].is_states;
-    }
-    if (ended_ == before) return;
-    if (has_states && last_us_ > 0 && now_us > last_us_) rates_.push_back(bytes / (now_us - last_us_));
-    last_us_ = now_us;
-  }
-  // It waits for an update by the CPU, and not for the gradient. With the lock held.
-  bool stands() const {
-    const Chunk* awaited = ended_ < rest_.size() ? rest_[ended_].awaited : nullptr;
-    return awaited && awaited->is(ChunkState::FLAGGED);
-  }
-  bool has_come_to(size_t end) const { return ended_ >= end; }
-  double bytes_per_us(double otherwise) {
-    if (rates_.size() < kLeastRates) return otherwise;
-    std::nth_element(rates_.begin(), rates_.begin() + static_cast<std::ptrdiff_t>(rates_.size() / 2), rates_.end());
-    return rates_[rates_.size() / 2];
-  }
-
- private:
-  static constexpr size_t kLeastRates = 5;
-  const std::vector<OnLane>& rest_;
-  size_t ended_ = 0;
-  double last_us_ = 0;
-  std::vector<double> rates_;
-};
 
 bool is_landing(const Row& row) {
   return row.awaits_copies() &&
@@ -158,25 +125,29 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
   return rest;
 }
 
-// The driver is not asked: it may hold this thread up for as long as the launching thread is
-// blocked in it.
-void FlaggedTail::follow(const std::vector<OnLane>& rest, uint64_t commit, EngineLock& lock) {
-  Progress lane(rest);
-  size_t end = rest.size();
-  while (end > 0 && !rest[end - 1].is_states) --end;
-  double asked_us = state_.device->now_us();
-  while (!lane.has_come_to(end) && !state_.stop && !state_.has_failed()) {
-    lock.unlock();
-    lane.look(state_.device->now_us());
-    if (!lane.has_come_to(end)) std::this_thread::sleep_for(kFollowing);
-    lock.lock();
-    const double now_us = state_.device->now_us();
-    if (!lane.has_come_to(end) && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
-    asked_us = now_us;
-  }
+void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
+  follow(lane, commit, [&lane] { return lane.places() < kPlaces; }, lock);
+}
+
+void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
+  follow(lane, commit, [&lane] { return lane.visits() == 0; }, lock);
   bytes_per_us_ = lane.bytes_per_us(bytes_per_us_);
   if (state_.commits == commit) state_.clock.streamed(state_.device->now_us());
   following_ = false;
+}
+
+template <class Reached>
+void FlaggedTail::follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock) {
+  double asked_us = state_.device->now_us();
+  while (!reached() && !state_.stop && !state_.has_failed()) {
+    lock.unlock();
+    lane.look(state_.device->now_us());
+    if (!reached()) std::this_thread::sleep_for(kFollowing);
+    lock.lock();
+    const double now_us = state_.device->now_us();
+    if (following_ && !reached() && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
+    asked_us = now_us;
+  }
 }
 
 void FlaggedTail::await_end(EngineLock& lock) const {

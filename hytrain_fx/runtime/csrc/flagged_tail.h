@@ -29,16 +29,10 @@
 
 #include "engine_state.h"
 #include "lane_order.h"
+#include "lane_progress.h"
 #include "upload.h"
 
 namespace hytrain_fx {
-
-struct OnLane {  // one copy of the rest
-  EventPtr end;
-  int64_t bytes;
-  bool is_states;
-  const Chunk* awaited;  // whose flag the copy waits for; null: none
-};
 
 class FlaggedTail {
  public:
@@ -50,9 +44,10 @@ class FlaggedTail {
   // What is to be put on the lane, in its order. From here on, chunks that are not updated are
   // FLAGGED or PROMISED. `busy_bytes`: the lane has those to copy before; `slots`: of staging memory.
   std::vector<Upload> take(int64_t busy_bytes, int slots);
-  // Called by the uploader, until the last streamed states are on the device, for FinishTimes and
-  // to learn how fast the lane is.
-  void follow(const std::vector<OnLane>& rest, uint64_t commit, EngineLock& lock);
+  // The uploader waits: until there is room on the lane for more of it, and until the last streamed
+  // states are on the device, for FinishTimes and to learn how fast the lane is.
+  void await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock);
+  void await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock);
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }
   // Returns when no chunk is flagged, or when the engine has failed.
@@ -61,6 +56,8 @@ class FlaggedTail {
  private:
   std::vector<LaneItem> items(double now_us) const;
   void flag(const Key& key, int place);
+  template <class Reached>
+  void follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock);
 
   EngineState& state_;
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane

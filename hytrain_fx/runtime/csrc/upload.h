@@ -16,6 +16,7 @@ struct Upload {
   int row = -1, chunk = 0;
   Load load = Load::WEIGHT;
   StagingSlot* slot = nullptr;  // of states
+  bool is_shown = true;         // else its end is seen when that of a later one is
 };
 
 struct InFlight {  // on the lane, in its order

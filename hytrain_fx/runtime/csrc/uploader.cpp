@@ -10,6 +10,10 @@ namespace {
 // urgent layer pass soon.
 constexpr int64_t kBytesInFlight = 48 << 20;
 constexpr auto kPoll = std::chrono::microseconds(100);
+// Of the rest of a step, each of these is seen to come: what is smaller takes no time on the lane,
+// but a place in its queue, and so would a word behind it.
+constexpr int64_t kShownBytes = 256 << 10;
+constexpr int kShownApart = 8;
 
 // Whether nobody reads the row's weight any more.
 bool may_be_overwritten(const Row& row) { return row.is_armed(Arm::RELOAD) && row.released && row.released->known_done(); }
@@ -151,7 +155,9 @@ InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool record
   const int64_t at = chunk.begin * row.weight_bytes(), bytes = chunk.params() * row.copied_bytes();
   EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
   if (bytes > 0) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
-  return {state_.device->record(Lane::H2D), bytes, before};
+  EventPtr end = state_.device->record(Lane::H2D);
+  if (upload.is_shown) state_.device->show(Lane::H2D);
+  return {end, bytes, before};
 }
 
 void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
@@ -161,19 +167,27 @@ void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
 // Where streamed rows are in the rest, all that was put on the lane has come when this returns.
 void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
-  std::vector<OnLane> rest;
+  LaneProgress lane;
   const bool has_states = !state_.streaming.empty();
   tail_.set_followed(has_states);
-  for (Upload& upload : tail_.take(bytes_, staging_.size())) {
-    const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
+  std::vector<Upload> rest = tail_.take(bytes_, staging_.size());
+  int hidden = 0;  // one after the other
+  for (Upload& upload : rest) {
+    const Row& row = state_.rows[upload.row];
+    const Chunk& chunk = row.chunks[upload.chunk];
     const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
     state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
     if (is_states) upload.slot = staging_.next_slot();
+    const bool is_large = is_states || chunk.params() * row.copied_bytes() >= kShownBytes;
+    upload.is_shown = is_large || &upload == &rest.back() || ++hidden == kShownApart;
+    if (upload.is_shown) hidden = 0;
     const InFlight sent = send(upload, lock);
-    rest.push_back({sent.end, sent.bytes, is_states, is_flagged ? &chunk : nullptr});
+    lane.add({sent.end, sent.bytes, is_states, upload.is_shown, is_flagged ? &chunk : nullptr});
+    tail_.await_room(lane, commit, lock);
+    if (state_.stop || state_.has_failed()) return;
   }
   if (!has_states) return;
-  tail_.follow(rest, commit, lock);
+  tail_.await_states(lane, commit, lock);
   in_flight_.clear();
   bytes_ = 0;
 }
