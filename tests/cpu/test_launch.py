@@ -15,7 +15,7 @@ from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.memory import ring_bytes
 from hytrain_fx.forecast.shapes import read_shape
 from hytrain_fx.ir.limits import CHUNK_PARAMS, TRANSIT_BYTES
-from hytrain_fx.runtime import launch
+from hytrain_fx.runtime import launch, launch_queue
 from hytrain_fx.runtime.launch import STAGING_BYTES, default_workers, ring_bytes_for
 from hytrain_fx.runtime.topology import LogicalCpu, Topology
 from hytrain_fx.torch_private.pipelining import Stage
@@ -55,6 +55,15 @@ def test_offline_reports_count_the_ring_that_is_taken() -> None:
     """The cost model does not import the runtime; both have the same figure."""
     for streams in (False, True):
         assert ring_bytes_for([parameter(1 << 30, torch.bfloat16)], Config(), streams) == ring_bytes(read_shape("llama-3.1b"), streams)
+
+
+@pytest.mark.parametrize(("said", "places"), [(None, 1020), ("", 1020), ("4x", 4080), ("0.5x", 510), ("8x", 1020), ("much", 1020)])
+def test_the_queues_length_is_what_the_driver_was_asked_for(said: str | None, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver does not know leaves the usual length."""
+    monkeypatch.delenv(launch_queue.VARIABLE, raising=False)
+    if said is not None:
+        monkeypatch.setenv(launch_queue.VARIABLE, said)
+    assert launch_queue.places() == places
 
 
 def test_a_wanted_ring_is_taken_down_to_the_least_that_works() -> None:

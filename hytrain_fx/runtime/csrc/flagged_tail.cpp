@@ -7,10 +7,9 @@ namespace hytrain_fx {
 namespace {
 
 constexpr auto kFollowing = std::chrono::microseconds(100);
-// On the lane at once. About a thousand fit in a stream's queue, and a thread that is blocked before
-// a full one holds up the launching thread, too. The launching thread passes a gate when its weights
-// are on the lane: these are 100 ms of a model whose step takes 300.
-constexpr int kPlaces = 800;
+// Of the lane's queue, for the rest of a step. A thread that is blocked before a full one holds up the
+// launching thread, too. But that passes a gate only when its weights are on the lane.
+constexpr double kPlacesShare = 0.75;
 // Between two landings of one backward. What took longer was no backward.
 constexpr double kLongestApartUs = 1e6;
 
@@ -126,7 +125,8 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
 }
 
 void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
-  follow(lane, commit, [&lane] { return lane.places() < kPlaces; }, lock);
+  const double places = kPlacesShare * state_.options.queue_places;
+  if (places > 0) follow(lane, commit, [&lane, places] { return lane.places() < places; }, lock);
 }
 
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {

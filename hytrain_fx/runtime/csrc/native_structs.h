@@ -116,6 +116,8 @@ struct EngineOptions {
   void* gather_function;
   const int32_t* worker_cores;  // one a worker; null: not pinned
   int32_t slots_unpinned;  // 1: who asks for a copy to a factor's slot waits for the device
+  // of a lane's queue: each copy, launch, event, wait and word takes one; 0: without end
+  int32_t queue_places;
 };
 
 }  // namespace hytrain_fx

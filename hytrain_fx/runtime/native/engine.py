@@ -32,6 +32,7 @@ from hytrain_fx.runtime.engine import (
     forked_error,
     staging_shape,
 )
+from hytrain_fx.runtime.launch_queue import places
 from hytrain_fx.runtime.memory import available_host_bytes
 from hytrain_fx.runtime.native import libraries
 from hytrain_fx.runtime.native.structs import (
@@ -109,12 +110,11 @@ class NativeEngine:
         slots = self._factors.take(2 * FACTOR_CAPACITY, torch.float32)
         options = COptions(workers, -1, timeout_s, self._ring.data_ptr(), ring_bytes, slots.data_ptr(), FACTOR_CAPACITY)
         options.slots_unpinned = self._factors.unpinned is not None
-        if worker_cores is not None:
-            options.worker_cores = (c_int32 * workers)(*worker_cores)
+        options.worker_cores = None if worker_cores is None else (c_int32 * workers)(*worker_cores)
         if device.type == "cuda":
             from hytrain_fx.runtime.native import cuda_module
 
-            options.device_ordinal = device.index
+            options.device_ordinal, options.queue_places = device.index, places()
             options.update_functions = (c_void_p * UPDATE_KERNELS)(*cuda_module.update_functions(device.index))
             options.gather_function = cuda_module.function(device.index, "gather.cu", "gather")
         self._handle = c_void_p()

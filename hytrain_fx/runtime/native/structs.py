@@ -125,6 +125,7 @@ class COptions(Structure):
         ("gather_function", c_void_p),
         ("worker_cores", POINTER(c_int32)),
         ("slots_unpinned", c_int32),
+        ("queue_places", c_int32),
     ]
 
 

@@ -1,0 +1,49 @@
+#include "lane_progress.h"
+
+#include <algorithm>
+
+namespace hytrain_fx {
+namespace {
+
+constexpr size_t kLeastRates = 5;
+
+// Of a weight: waits for its flag and for its last reader, the copy, an event, and a word behind it. Of
+// states: two waits, a copy for a master and for each of them, an event and a word.
+int places_of(const OnLane& copy) { return copy.is_states ? 5 + kMaxStates : 3 + copy.is_shown + (copy.awaited != nullptr); }
+
+}  // namespace
+
+void LaneProgress::add(const OnLane& copy) {
+  rest_.push_back(copy);
+  places_ += places_of(copy);
+  visits_ += copy.is_states;
+}
+
+void LaneProgress::look(double now_us) {
+  double bytes = 0;
+  bool any = false, has_states = false;
+  for (; !rest_.empty() && rest_.front().end->seen(); rest_.pop_front()) {
+    const OnLane& came = rest_.front();
+    any = true;
+    bytes += static_cast<double>(came.bytes);
+    has_states = has_states || came.is_states;
+    places_ -= places_of(came);
+    visits_ -= came.is_states;
+  }
+  if (!any) return;
+  if (has_states && last_us_ > 0 && now_us > last_us_) rates_.push_back(bytes / (now_us - last_us_));
+  last_us_ = now_us;
+}
+
+bool LaneProgress::stands() const {
+  const Chunk* awaited = rest_.empty() ? nullptr : rest_.front().awaited;
+  return awaited && awaited->is(ChunkState::FLAGGED);
+}
+
+double LaneProgress::bytes_per_us(double otherwise) {
+  if (rates_.size() < kLeastRates) return otherwise;
+  std::nth_element(rates_.begin(), rates_.begin() + static_cast<std::ptrdiff_t>(rates_.size() / 2), rates_.end());
+  return rates_[rates_.size() / 2];
+}
+
+}  // namespace hytrain_fx

@@ -1,0 +1,39 @@
+// How far the lane to the device has come with what was put on it at once, and how fast it is. Told by
+// what the lane writes behind its copies: the driver is not asked, as it may hold this thread up for
+// as long as the launching thread is blocked in it.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "chunk.h"
+
+namespace hytrain_fx {
+
+struct OnLane {  // one weight, or states of one visit
+  EventPtr end;
+  int64_t bytes;
+  bool is_states, is_shown;
+  const Chunk* awaited;  // whose flag the copy waits for; null: none
+};
+
+class LaneProgress {
+ public:
+  void add(const OnLane& copy);
+  void look(double now_us);
+  // It waits for an update by the CPU, and not for the gradient. With the lock held.
+  bool stands() const;
+  // What has not come: places in the lane's queue, and visits.
+  int places() const { return places_; }
+  int visits() const { return visits_; }
+  // The median over its streamed states, as some of them stand and wait.
+  double bytes_per_us(double otherwise);
+
+ private:
+  std::deque<OnLane> rest_;
+  int places_ = 0, visits_ = 0;
+  double last_us_ = 0;
+  std::vector<double> rates_;
+};
+
+}  // namespace hytrain_fx
