@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +15,20 @@ from hytrain_fx.api import session_of
 
 WIDTH, LAYERS = 4096, 8  # 1.6 GB of states
 SHORT_ROWS, LONG_ROWS, WARMED, STEPS = 64, 12_288, 12, 18  # a long batch takes 2 GB, some of it in the loss
+FREE_BYTES, WAITED_S = 10e9, 180
 MOST_TRIES = 6  # of a step; half of the states leave each time
 
 
 @pytest.fixture(autouse=True)
 def capped() -> Iterator[None]:
-    """This process may take 4 GB of the GPU, so that it runs out beside others too."""
+    """This process may take 4 GB of the GPU, which others may have for a while."""
     torch.cuda.empty_cache()
+    for _ in range(WAITED_S):
+        if torch.cuda.mem_get_info()[0] > FREE_BYTES:
+            break
+        time.sleep(1.0)
+    else:
+        pytest.skip(f"other processes have all but {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB of the GPU's memory")
     torch.cuda.set_per_process_memory_fraction(4e9 / torch.cuda.get_device_properties(0).total_memory)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -23,8 +23,8 @@ from hytrain_fx.runtime.native import build
 SOURCES: Final = (
     "engine_c.cpp", "engine.cpp", "engine_state.cpp", "row.cpp", "guess.cpp", "step_clock.cpp", "records.cpp", "shadow_arena.cpp",
     "staging_area.cpp", "factor_slots.cpp", "host_update.cpp", "updates.cpp", "guesses.cpp", "early_updates.cpp", "homeward.cpp",
-    "lane_order.cpp", "lane_progress.cpp", "flagged_tail.cpp", "streamed_visits.cpp", "device_updates.cpp", "lander.cpp", "workers.cpp", "uploader.cpp",
-    "grad_offload.cpp", "grad_fetches.cpp", "commit.cpp", "waits.cpp", "cpu_device.cpp", "cuda_device.cpp")
+    "lane_order.cpp", "lane_progress.cpp", "flagged_tail.cpp", "streamed_visits.cpp", "device_updates.cpp", "lander.cpp", "workers.cpp",
+    "uploader.cpp", "grad_offload.cpp", "grad_fetches.cpp", "commit.cpp", "waits.cpp", "cpu_device.cpp", "cuda_device.cpp")
 KERNEL_SOURCES: Final = ("kernels_c.cpp",)
 # op_reads.cpp and storage_memory.cpp are not among them: they are bound to the C++ interface of one
 # release of torch.
