@@ -23,7 +23,7 @@ class Delay:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._since_s, self._took_s = clock(), 0.0
+        self._since_s, self._took_s, self._told_s = clock(), 0.0, 0.0
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -33,6 +33,11 @@ class Delay:
             yield
         finally:
             self._took_s += self._clock() - begin_s
+
+    def lap_s(self) -> float:
+        """How long since this was asked last."""
+        lap_s, self._told_s = self._took_s - self._told_s, self._took_s
+        return lap_s
 
     @property
     def is_little(self) -> bool:

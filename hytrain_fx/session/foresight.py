@@ -43,6 +43,11 @@ or whose factors are guessed, on average.
 
 Until then the CPU is idle. A GPT-2 XL, whose backward takes about as long to launch as to run, came
 to `step()` with 0.1 to 0.6 of it done, and the CPU was idle for 80 ms of 360 in the worst step."""
+_HELD_UP_S: Final = 0.02
+"""Since the step before, by planning: the device has gone on meanwhile, and `step()` comes late.
+
+A ConvNeXtV2-H on an H100, a step ahead of it else, came late to some in a row while plans were
+predicted for 0.1 to 0.3 s each."""
 _WAITS: Final = 0.97
 """The same for a loop that seems to wait for the device: the last gradients of one that does not
 are still on their way."""
@@ -146,8 +151,11 @@ class Foresight:
             self._sent.clear()
             self._alike = 0
 
-    def stepped(self, items: Sequence[CommitItem]) -> None:
-        """`step()` has committed these items."""
+    def stepped(self, items: Sequence[CommitItem], held_up_s: float = 0.0) -> None:
+        """`step()` has committed these items.
+
+        held_up_s   for so long the loop was held up, by what is not its own, since the last step
+        """
         counts = self._engine.early_counts()
         self._awaits_factors = counts.waiting_params > 0
         if self._is_off:
@@ -157,6 +165,9 @@ class Foresight:
             self._refresh_groups()
             return
         went_ahead = self.goes_ahead
+        if held_up_s > _HELD_UP_S and not went_ahead:
+            self._sent.clear()
+            return
         missed, self._missed = counts.missed > self._missed, counts.missed
         self._lateness.append(max(counts.landed_params, counts.guessed_params) / counts.host_params if counts.host_params else 0.0)
         late = sum(self._lateness) / _STEPS

@@ -237,7 +237,7 @@ class Session:
             read = self._all_rows if self.turns.called_elsewhere else ()  # perhaps after the backward has released them
             built = self.builder.build(self.groups, self.eager.touched.union(self.eager.gradient_rows, read))
             items = self.finite_steps.commit(built, self.groups, skip, self.steps_done + 1)
-            self.foresight.stepped(items)
+            self.foresight.stepped(items, self.planning.aside.delay.lap_s())
             rows = self.builder.parameters_of(items)
             self.nodes.committed(rows)
             count = len(self.table)

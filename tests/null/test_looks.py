@@ -61,3 +61,14 @@ def test_no_reason_has_a_plan_looked_at_while_there_is_no_time() -> None:
     assert {program.step(5000.0).event for _ in range(60)} == {Event.STEPPED}
     program.may_look = True
     assert Event.LENGTHS in {program.step(5000.0).event for _ in range(60)}
+
+
+def test_what_one_step_was_held_up_is_told_once() -> None:
+    """A lap is what was added since the one before."""
+    now_s = 100.0
+    delay = Delay(lambda: now_s)
+    for took_s in (0.5, 0.0, 0.25):
+        with delay():
+            now_s += took_s
+        now_s += 1.0
+        assert delay.lap_s() == took_s
