@@ -10,6 +10,14 @@ are not used cost nothing, so a plan is solved for several numbers of workers:
     fewer      each number below that, as long as one of them may gain. So a host with more workers
                tries all that another does
 
+With too few to fill the memory, it also gives less to all together: updates and copies get in each
+other's way before it is full. Measured on an H200's host, beside copies both ways that take 99 GB/s
+alone (docs/measurements.md, "What limits each case"):
+
+    workers           14    11     9          14    12     8  (torch's kernel)
+    GB/s, together   199   186   177         215   211   176
+    as here                186   176               205   182
+
 Fewer are taken only where they gain 1% (LEAST_GAIN_SHARE), as with streaming.
 """
 
@@ -36,6 +44,7 @@ from hytrain_fx.ir.task_graph import TaskKind
 UPDATES_PER_WORKER: Final = 5.9e9 / 14
 """Parameters a second of one worker where their number is not known: as on the H200's host."""
 _ENOUGH = 1 / (1 - LEAST_GAIN_SHARE)
+_SHARED_EXPONENT: Final = 0.6  # fits the measured rates above
 
 Solve = Callable[[Profile], Plan]
 
@@ -72,7 +81,7 @@ def with_best_workers(profile: Profile, present: int, solve: Solve, *, fewer: bo
     for count in range(filling, 0 if fewer else filling - 1, -1):
         if count in made:
             continue
-        slower = _with_workers(profile, present, count)
+        slower = _with_workers(profile, present, count, filling)
         if made[used].predicted["step_us"] <= _ENOUGH * least_step_us(slower):
             break  # nor does any smaller number gain enough
         with suppress(PlanError):
@@ -99,14 +108,35 @@ def _told(made: dict[int, Plan], used: int, present: int) -> Plan:
     return replace(plan, inputs=inputs, notes=(*plan.notes, note))
 
 
-def _with_workers(profile: Profile, present: int, count: int) -> Profile:
+def _with_workers(profile: Profile, present: int, count: int, filling: int) -> Profile:
     """The profile with the CPU updates of `count` of its `present` workers.
 
     Updates take longer by as much as there are fewer. That is what the cores give: what the
-    memory gives is shared out as the step is played.
+    memory gives is shared out as the step is played. `filling` of them fill it alone.
     """
     units = tuple(replace(unit, cpu_update_us=unit.cpu_update_us * present / count) for unit in profile.units)
-    return replace(profile, units=units)
+    return replace(profile, units=units, host_memory_gb_per_s=memory_beside(profile, count / filling))
+
+
+def memory_beside(profile: Profile, share: float) -> float | None:
+    """GB/s of the host's memory for copies and updates together; None where it is not known.
+
+    share   of the workers that fill the memory alone: with 1 and more it is all that it has, with
+            none what copies both ways take, and between them a power of `share` (above)
+    """
+    all_gb = profile.host_memory_gb_per_s
+    if all_gb is None:
+        return None
+    copies_gb = profile.node_ranks * max((_copies_bytes_per_us(unit) for unit in profile.units), default=0.0) / 1e3
+    missing = 1 - float(min(share, 1.0) ** _SHARED_EXPONENT)
+    return all_gb - max(all_gb - copies_gb, 0.0) * missing
+
+
+def _copies_bytes_per_us(unit: UnitProfile) -> float:
+    """Of copies both ways at once."""
+    times_us = ((unit.stream_bytes, unit.stream_in_us), (unit.stream_bytes, unit.stream_out_us)) if unit.can_stream else (
+        (unit.grad_bytes, unit.d2h_us), (unit.grad_bytes, unit.h2d_us))
+    return sum(moved / us for moved, us in times_us if us)
 
 
 # ---- A bound: no plan of the profile is shorter ----

@@ -21,13 +21,15 @@ from hytrain_fx.forecast.ranks import Ranks
 from hytrain_fx.forecast.report import case_of, report
 from hytrain_fx.forecast.shapes import ModelShape, read_shape
 from hytrain_fx.forecast.systems import OUR_SYSTEM, Case
-from hytrain_fx.forecast.workers import UPDATES_PER_WORKER, filling_workers, least_step_us, workers_of_rank
+from hytrain_fx.forecast.workers import UPDATES_PER_WORKER, filling_workers, least_step_us, memory_beside, workers_of_rank
 from hytrain_fx.ir.limits import LEAST_GAIN_SHARE
+from hytrain_fx.ir.profile import Profile, UnitProfile
 
 H200 = find_device("h200")
 LLAMA = read_shape("llama-7b")
 PLACES: tuple[Weights, ...] = ("resident", "streamed", "sharded_host")
 ENOUGH = 1 / (1 - LEAST_GAIN_SHARE)
+MANY = 1000
 WORKERS = (1, 2, 5, 11, 12, 13, 17, 28, 124)  # of one rank
 
 
@@ -41,9 +43,17 @@ def of(
     shape: ModelShape, workers: int, weights: Weights, *, tokens: int = 8192, budget_bytes: int | None = None,
     memory_gb_per_s: float = 215.0,
 ) -> Case:  # fmt: skip
+    """`memory_gb_per_s`: of workers that fill it; fewer are given less."""
     gpus = 4 if weights == "sharded_host" else 1
-    return case_of(shape, with_host(workers, gpus, memory_gb_per_s), tokens, sequence=min(tokens, 2048), recompute=True, weights=weights,
-                   budget_bytes=budget_bytes, ranks=Ranks(gpus))
+
+    def with_memory(count: int, gb_per_s: float) -> Case:
+        return case_of(shape, with_host(count, gpus, gb_per_s), tokens, sequence=min(tokens, 2048), recompute=True, weights=weights,
+                       budget_bytes=budget_bytes, ranks=Ranks(gpus))
+
+    many = with_memory(MANY, memory_gb_per_s).profile
+    given = memory_beside(many, workers / filling_workers(many, MANY))
+    assert given is not None
+    return with_memory(workers, given)
 
 
 def step_us(case: Case) -> float:
@@ -100,6 +110,18 @@ def test_on_the_measured_hosts_predictions_are_those_with_all_workers(model: str
     """16 cores with 12 or 14 workers, resident weights: within 3%, and never longer."""
     case = of(read_shape(model), workers, "resident", budget_bytes=budget_bytes)
     assert 0.97 <= step_us(case) / with_all_us(case) <= 1.0
+
+
+def test_fewer_workers_leave_copies_less_than_the_memory_has() -> None:
+    """Measured on the H200's host, with copies both ways that take 99 GB/s alone: within 4%."""
+    us = 10**9 / 49.7e3  # 10 bytes of each parameter
+    unit = UnitProfile(0, "layer", 10**8, 2 * 10**8, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, stream_in_us=us, stream_out_us=us)
+    for all_gb, measured in ((199.0, {14: 199.0, 11: 186.0, 9: 177.0}), (215.0, {14: 215.0, 12: 211.0, 8: 176.0, 0: 99.0})):
+        profile = Profile((unit,), "an H200", "its host", host_memory_gb_per_s=all_gb)
+        for workers, seen in measured.items():
+            assert memory_beside(profile, workers / 14) == pytest.approx(seen, rel=0.04)
+    assert memory_beside(replace(profile, host_memory_gb_per_s=80.0), 0.5) == 80.0, "copies fill it alone"
+    assert memory_beside(replace(profile, host_memory_gb_per_s=None), 0.5) is None
 
 
 @settings(deadline=None, max_examples=25)
