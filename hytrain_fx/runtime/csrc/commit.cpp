@@ -36,7 +36,7 @@ void Commit::run(const CommitItem* items, int n, const void* const* factors, int
   }
   parts_.early.give_up_all();
   parts_.on_device.launch(on_device, end, skip_at);
-  if (on_lane) parts_.lander.expect({state_.device->record(Lane::D2H), slots, n_factors, state_.commits, skip});
+  if (on_lane) parts_.lander.expect({state_.device->record_shown(Lane::D2H), slots, n_factors, state_.commits, skip});
   parts_.slots.on_way(on_lane, skip_at != nullptr);
   ++state_.commits;
   state_.upload_cv.notify_one();

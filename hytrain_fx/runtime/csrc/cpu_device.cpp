@@ -37,9 +37,19 @@ class CpuDevice : public Device {
   }
   EventPtr record(Lane lane) override {
     begin_operation();
-    auto event = std::make_shared<CpuEvent>();
-    thread(lane).enqueue([event] { event->fire(); });
+    auto event = std::make_shared<CpuEvent>(!can_be_shown(lane));
+    thread(lane).enqueue([this, lane, event] {
+      event->fire();
+      if (can_be_shown(lane)) hidden(lane).push_back(event);
+    });
     return event;
+  }
+  void show(Lane lane) override {
+    begin_operation();
+    thread(lane).enqueue([this, lane] {
+      for (const auto& event : hidden(lane)) event->show();
+      hidden(lane).clear();
+    });
   }
   bool shows_events() override { return true; }
   void wait(Lane lane, const EventPtr& event) override {
@@ -97,9 +107,12 @@ class CpuDevice : public Device {
     operations_left_ = 0;
     throw DeviceError("injected device error");
   }
+  // Events of a lane that have come, and nobody can see. Its own thread's.
+  std::vector<std::shared_ptr<CpuEvent>>& hidden(Lane lane) { return hidden_[static_cast<int>(lane)]; }
   WorkQueue& thread(Lane lane) { return lanes_[static_cast<int>(lane)]; }
   std::atomic<int> operations_left_{kEndless};
   std::vector<std::unique_ptr<uint32_t[]>> flags_;
+  std::array<std::vector<std::shared_ptr<CpuEvent>>, kLanes> hidden_;
   std::array<WorkQueue, kLanes> lanes_;  // last: their work uses the rest
 };
 

@@ -182,7 +182,6 @@ struct LaneSigns {
   uint32_t* word = nullptr;               // null: this driver cannot write it, or nobody asks for it
   uint32_t shown = 0;
 };
-constexpr std::array kShownLanes = {Lane::D2H, Lane::H2D};
 
 class CudaEvent : public Event {
  public:
@@ -252,8 +251,10 @@ class CudaDevice : public Device {
     d.check(d.stream_create(&clock_stream_, kStreamNonBlocking, greatest), "create a stream");
     shared_->epoch = shared_->pool.take();
     if (!d.write_value || !has_unified_addresses()) return;
-    uint32_t* words = pinned_words(kShownLanes.size() * kWordsApart);
-    for (size_t i = 0; i < kShownLanes.size(); ++i) signs(kShownLanes[i]).word = words + i * kWordsApart;
+    uint32_t* words = pinned_words(kLanes * kWordsApart);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (can_be_shown(static_cast<Lane>(lane))) signs_[lane].word = words + lane * kWordsApart;
+    }
   }
   ~CudaDevice() override {
     const Driver& d = shared_->driver;

@@ -43,6 +43,9 @@ inline void set_arithmetic() {
 enum class Lane : int { D2H = 0, H2D = 1, UPDATE = 2, FETCH = 3, STREAM_UPDATE = 4, STREAM_OUT = 5 };
 constexpr int kLanes = 6;
 
+// Whether somebody looks for its events who must not ask the driver.
+inline bool can_be_shown(Lane lane) { return lane == Lane::D2H || lane == Lane::H2D; }
+
 inline bool goes_to_host(Lane lane) { return lane == Lane::D2H || lane == Lane::STREAM_OUT; }
 
 // A point in a lane or in the compute stream. `time_us` is on the host's clock, for an event that
@@ -133,9 +136,14 @@ class Device {
   virtual void gather(void* stream, const std::vector<DeviceCopy>& copies) = 0;
   virtual EventPtr record(Lane lane) = 0;
   // From here on events that were recorded on the lane before can be seen to come without the
-  // driver. Takes a place in the lane's queue. For lanes D2H and H2D, where the device can.
-  virtual void show(Lane) {}
+  // driver. Takes a place in the lane's queue. Of lanes that can_be_shown, where the device can.
+  virtual void show(Lane lane) = 0;
   virtual bool shows_events() = 0;  // whether it can
+  EventPtr record_shown(Lane lane) {
+    EventPtr event = record(lane);
+    show(lane);
+    return event;
+  }
   virtual void wait(Lane lane, const EventPtr& event) = 0;
   virtual void copy(Lane lane, void* dst, const void* src, size_t bytes) = 0;
   // Words that a lane can wait for: `n` of them, zero, which live as long as the device. Null where

@@ -75,8 +75,7 @@ void GradOffload::copy_piece(const std::vector<Part>& parts, size_t first, size_
     EventPtr before = state_.records.on() ? device.record(Lane::D2H) : nullptr;
     const int64_t bytes = at[end - 1 - first] - at[begin - first] + parts[end - 1].bytes;
     device.copy(Lane::D2H, parts[begin].slot, piece + at[begin - first], bytes);
-    landings.push_back({before, device.record(Lane::D2H), {parts.begin() + begin, parts.begin() + end}});
-    device.show(Lane::D2H);
+    landings.push_back({before, device.record_shown(Lane::D2H), {parts.begin() + begin, parts.begin() + end}});
     begin = end;
   }
   ring_.free_after(landings.back().event);

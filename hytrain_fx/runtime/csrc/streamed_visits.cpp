@@ -84,8 +84,7 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
     const auto& [home, width] = arrays[a];
     if (home) device.copy(Lane::H2D, at[a], offset(home, chunk.begin * width), n * width);
   }
-  lanes.in = device.record(Lane::H2D);
-  device.show(Lane::H2D);
+  lanes.in = device.record_shown(Lane::H2D);
 
   for (const EventPtr& event : {lanes.in, row.ready, row.released}) device.wait(Lane::STREAM_UPDATE, event);
   lanes.update_begin = record(Lane::STREAM_UPDATE);

@@ -155,9 +155,7 @@ InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool record
   const int64_t at = chunk.begin * row.weight_bytes(), bytes = chunk.params() * row.copied_bytes();
   EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
   if (bytes > 0) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
-  EventPtr end = state_.device->record(Lane::H2D);
-  if (upload.is_shown) state_.device->show(Lane::H2D);
-  return {end, bytes, before};
+  return {upload.is_shown ? state_.device->record_shown(Lane::H2D) : state_.device->record(Lane::H2D), bytes, before};
 }
 
 void Uploader::note_copy(const Upload& upload, const InFlight& copy) {

@@ -21,6 +21,9 @@ inline double clock_us() {
 
 class CpuEvent : public Event {
  public:
+  // `shown`: else it is seen to come only after show(), as on a GPU.
+  explicit CpuEvent(bool shown = true) : shown_(shown) {}
+  void show() { shown_.store(true, std::memory_order_release); }
   double time_us() override { return time_us_; }
   void fire() {
     std::lock_guard lock(mutex_);
@@ -31,6 +34,7 @@ class CpuEvent : public Event {
 
  private:
   bool query() override { return fired_.load(std::memory_order_acquire); }
+  bool shows() override { return shown_.load(std::memory_order_acquire) && query(); }
   void await() override {
     std::unique_lock lock(mutex_);
     fired_cv_.wait(lock, [this] { return query(); });
@@ -38,7 +42,7 @@ class CpuEvent : public Event {
 
   OrderedMutex<LockOrder::kEvent> mutex_;
   Condition fired_cv_;
-  std::atomic<bool> fired_{false};
+  std::atomic<bool> fired_{false}, shown_;
   double time_us_ = 0;
 };
 
