@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -98,18 +99,32 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert_same(*({name: value for name, value in of.items() if name not in ("streamed", "away")} for of in (found, expected)))
 
 
+@pytest.fixture(scope="module")
+def loaded_whole(folders: dict[torch.dtype, Path]) -> Callable[[torch.dtype, str], dict[str, Any]]:
+    """What the loop leaves of a bf16 model that `from_pretrained` loads, once for each case.
+
+    Asked for by the files' dtype and the moments.
+    """
+    @functools.cache
+    def trained(file: torch.dtype, moments: str) -> dict[str, Any]:
+        return train(transformers.AutoModelForCausalLM.from_pretrained(folders[file], dtype=torch.bfloat16), moments=moments)
+
+    return trained
+
+
 @pytest.mark.parametrize("how", ["streamed", "resident"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("file", [torch.bfloat16, torch.float32])
 def test_a_llama_from_its_files_has_the_bits_of_one_that_was_loaded_whole(
-    how: str, moments: str, file: torch.dtype, folders: dict[torch.dtype, Path]
-) -> None:
+    how: str, moments: str, file: torch.dtype, folders: dict[torch.dtype, Path],
+    loaded_whole: Callable[[torch.dtype, str], dict[str, Any]],
+) -> None:  # fmt: skip
     """bf16 weights from files in bf16 and in fp32, streamed or resident, both kinds of moments.
 
     The other one is `from_pretrained`'s, with resident weights. Streamed weights had no memory of
     their own when `compile` returned.
     """
-    expected = train(transformers.AutoModelForCausalLM.from_pretrained(folders[file], dtype=torch.bfloat16), moments=moments)
+    expected = loaded_whole(file, moments)
     found = train(on_meta(llama), weights=how, moments=moments, device="cpu", loader=hytrain_fx.from_safetensors(folders[file]))
     same(found, expected)
     assert found["away"] == found["streamed"] == (23 if how == "streamed" else 0)
