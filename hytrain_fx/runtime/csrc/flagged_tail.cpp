@@ -10,6 +10,10 @@ constexpr auto kFollowing = std::chrono::microseconds(100);
 // Of the lane's queue, for the rest of a step. A thread that is blocked before a full one holds up the
 // launching thread, too. But that passes a gate only when its weights are on the lane.
 constexpr double kPlacesShare = 0.75;
+// Each of these is seen to come: what is smaller takes no time on the lane, but a place in its queue,
+// and so would a word behind it.
+constexpr double kShownBytes = 256 << 10;
+constexpr int kShownApart = 8;
 // Between two landings of one backward. What took longer was no backward.
 constexpr double kLongestApartUs = 1e6;
 
@@ -114,12 +118,16 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
   const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us_;
   const std::vector<LaneItem> all = items(now_us);
   std::vector<Upload> rest;
-  int place = 0;
+  int place = 0, hidden = 0;  // copies, one after the other
   for (size_t i : lane_order(all, {state_.clock.params_per_us(), bytes_per_us_}, slots, now_us)) {
     const LaneItem& item = all[i];
     const bool is_flagged = !item.is_states && !state_.chunk(item.key).is_updated();
     if (is_flagged) flag(item.key, ++place);
-    rest.push_back({item.key.row, item.key.chunk, item.is_states ? Load::STATES : is_flagged ? Load::FLAGGED : Load::WEIGHT});
+    const bool is_last = rest.size() + 1 == all.size();
+    const bool is_shown = item.is_states || item.bytes >= kShownBytes || is_last || ++hidden == kShownApart;
+    if (is_shown) hidden = 0;
+    const Load load = item.is_states ? Load::STATES : is_flagged ? Load::FLAGGED : Load::WEIGHT;
+    rest.push_back({item.key.row, item.key.chunk, load, nullptr, is_shown});
   }
   return rest;
 }

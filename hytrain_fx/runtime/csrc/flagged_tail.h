@@ -1,6 +1,6 @@
 // The rest of a step, put on the lane to the device at once: new weights that are not updated, each
 // chunk after a flag that its update raises, and states of streamed rows, each visit after the one
-// that leaves the staging memory it takes.
+// that leaves the staging memory it takes. What its queue has no room for follows as it goes on.
 //
 // The launching thread can leave wait() only when the copies of a row's new weight are on the lane:
 // before that the compute stream has nothing to wait for. So while the next copy is chosen when the

@@ -10,10 +10,6 @@ namespace {
 // urgent layer pass soon.
 constexpr int64_t kBytesInFlight = 48 << 20;
 constexpr auto kPoll = std::chrono::microseconds(100);
-// Of the rest of a step, each of these is seen to come: what is smaller takes no time on the lane,
-// but a place in its queue, and so would a word behind it.
-constexpr int64_t kShownBytes = 256 << 10;
-constexpr int kShownApart = 8;
 
 // Whether nobody reads the row's weight any more.
 bool may_be_overwritten(const Row& row) { return row.is_armed(Arm::RELOAD) && row.released && row.released->known_done(); }
@@ -168,17 +164,11 @@ void Uploader::send_rest(EngineLock& lock) {
   LaneProgress lane;
   const bool has_states = !state_.streaming.empty();
   tail_.set_followed(has_states);
-  std::vector<Upload> rest = tail_.take(bytes_, staging_.size());
-  int hidden = 0;  // one after the other
-  for (Upload& upload : rest) {
-    const Row& row = state_.rows[upload.row];
-    const Chunk& chunk = row.chunks[upload.chunk];
+  for (Upload& upload : tail_.take(bytes_, staging_.size())) {
+    const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
     const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
     state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
     if (is_states) upload.slot = staging_.next_slot();
-    const bool is_large = is_states || chunk.params() * row.copied_bytes() >= kShownBytes;
-    upload.is_shown = is_large || &upload == &rest.back() || ++hidden == kShownApart;
-    if (upload.is_shown) hidden = 0;
     const InFlight sent = send(upload, lock);
     lane.add({sent.end, sent.bytes, is_states, upload.is_shown, is_flagged ? &chunk : nullptr});
     tail_.await_room(lane, commit, lock);
