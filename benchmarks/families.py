@@ -160,7 +160,8 @@ FAMILIES: Mapping[str, Family] = {
     "bert": Family(
         "encoder", "tokens", _of_transformers("Bert", "ForMaskedLM"), Draws.text, r"bert\.encoder\.layer\.\d+",
         Size(_ONE_LAYER | {"max_position_embeddings": 32}, 2, 12),
-        Size({"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16}, 16, 512, 1.28, 20.0)),
+        Size({"vocab_size": 30522, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16},
+             16, 512, 1.28, 20.0)),
     "t5": Family(
         "encoder and decoder", "tokens", _of_transformers("T5", "ForConditionalGeneration"), Draws.text, r"(en|de)coder\.block\.\d+",
         Size(_NO_CACHE | {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4,

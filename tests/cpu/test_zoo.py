@@ -114,6 +114,15 @@ def test_every_family_is_trained() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_batch_of_the_large_model_can_be_drawn(name: str) -> None:
+    """The config says all that a batch needs, such as the size of the vocabulary."""
+    _, of = family_of(name)
+    batch = next(batches(name, 1, of.length, CPU, torch.bfloat16))
+    assert batch
+    assert all(tensor.numel() for tensor in batch.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_large_size_has_the_parameters_that_it_says(name: str) -> None:
     """From half a billion to three. Blocks are found, and so are units.
 
