@@ -21,8 +21,8 @@ from .explained import compiled
 @pytest.fixture(scope="module")
 def found() -> Iterator[Inspection]:
     """A small model trained under a plan with its first unit on the device."""
-    with compiled(k=1, warmup_steps=3) as (model, step):  # after one step alone, a delayed worker would leave no update
-        for _ in range(8):
+    with compiled(k=1, warmup_steps=8) as (model, step):  # in fewer, a delayed worker may leave no update to be timed
+        for _ in range(13):
             step()
         yield hytrain_fx.inspect(model)
 
