@@ -56,9 +56,9 @@ GUARD = 1.05
 # Shares of the best one by capacities alone. A little less often ends earlier, since copies of
 # states yield to gradients and weights.
 _SHARES_TRIED = (1.0, 0.93)
-# Where copies and updates share the host's memory, both are slower than the rates that the share
-# was solved with.
-_SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.93, 0.85, 0.75, 0.6)
+# Copies and updates that share the host's memory are slower than what the share was solved with.
+_SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.85, 0.7, 0.55)
+_HALVINGS = 3  # of what lies between two of them, beside the best one
 # Shares that are tried where the host has no room for the slots of all that is on it.
 _SHARES_THAT_MAY_FIT = (0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -99,7 +99,8 @@ def plan(
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
     if stream == "auto":
         return maker.filled(maker.best())
-    return maker.filled(fastest(profile, [maker.solution(float(stream))], maker.settle, may_cut=0 < stream < 1))
+    given = maker.solution(float(stream))
+    return maker.filled(fastest(profile, [(given, maker.settle(given))], maker.settle, may_cut=0 < stream < 1))
 
 
 def streamed_k(
@@ -169,9 +170,8 @@ class _Maker:
         if not may_stream:
             return without
         k, share = self.mix(without.k)
-        parts = _SHARES_TRIED if self.profile.host_memory_gb_per_s is None else _SHARES_TRIED_IN_SHARED_MEMORY
-        tried = [[self._mixed(k, share * part) for part in parts]] if share else []
-        tried += [[self._mixed(0, 0.0)]] if not k and cuts_of(self.profile, 0.0) else []  # of the first unit alone
+        tried = [self._near(k, share)] if share else []
+        tried += [[self._made(0, 0.0)]] if not k and cuts_of(self.profile, 0.0) else []  # the first unit alone is cut
         streams = [made for of in tried if (made := fastest(self.profile, of, self.settle)).numel(Placement.STREAM)]
         if not streams:
             return without
@@ -210,6 +210,22 @@ class _Maker:
             if fit < least:
                 return k, 0.0
             k = fit
+
+    def _near(self, k: int, share: float) -> list[tuple[Solution, Plan]]:
+        """Solutions with shares up to y, and their plans; most of them near the fastest."""
+        if self.profile.host_memory_gb_per_s is None:
+            return [self._made(k, share * part) for part in _SHARES_TRIED]
+        made = [self._made(k, share * part) for part in _SHARES_TRIED_IN_SHARED_MEMORY]
+        for _ in range(_HALVINGS):
+            made.sort(key=lambda of: of[0].share)
+            best = min(range(len(made)), key=lambda at: made[at][1].predicted["step_us"])
+            near = [at for at in (best - 1, best + 1) if 0 <= at < len(made)]
+            made += [self._made(k, (made[at][0].share + made[best][0].share) / 2) for at in near]
+        return made
+
+    def _made(self, k: int, share: float) -> tuple[Solution, Plan]:
+        mixed = self._mixed(k, share)
+        return mixed, self.settle(mixed)
 
     def _mixed(self, k: int, share: float) -> Solution:
         windows = self._windows(guard=1.0)
