@@ -242,6 +242,18 @@ def test_the_measured_machine_gains_what_the_theory_says(tokens: int, without: f
         assert all("% streamed" in row.reason for row in streamed.rows if row.placement == Placement.STREAM)
 
 
+@pytest.mark.parametrize("tokens", [4096, 8192, 12288])
+def test_no_share_that_is_given_is_predicted_much_shorter(tokens: int) -> None:
+    """Where host memory is shared, the solved share is within 1% of the best of a fine grid."""
+    profile = analytic_profile(read_shape("llama-3.1b"), find_device("h200"), tokens)
+    assert profile.host_memory_gb_per_s is not None
+
+    def step_us(stream: Stream) -> float:
+        return plan(profile, budget_bytes=0, budget_counts_streamed=False, stream=stream).predicted["step_us"]
+
+    assert step_us("auto") <= 1.01 * min(step_us(percent / 100) for percent in range(10, 60, 2))
+
+
 def test_where_only_streaming_fits_the_host_states_are_streamed() -> None:
     """What is streamed has no slot there: 12 bytes a parameter, not 14.
 
