@@ -66,7 +66,7 @@ def cuts_of(profile: Profile, share: float) -> tuple[Span, ...]:
 
 
 def fastest(profile: Profile, whole: Sequence[tuple[Solution, Plan]], settle: Callable[[Solution], Plan], *, may_cut: bool = True) -> Plan:
-    """The fastest of these plans, or of some of them with the first unit cut where that is 1% faster.
+    """The fastest of these plans, or of one with the first unit cut where that is 1% faster.
 
     whole    solutions and their plans, with predictions. Few of them, the fastest, are tried cut
     settle   makes a plan with its prediction. Raises PlanError where memory does not hold it

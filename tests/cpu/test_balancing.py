@@ -69,7 +69,7 @@ def test_pauses_between_updates_are_told() -> None:
         late = engine.finish_times()
         assert 0 < late.cpu_paused_us <= late.cpu_us
         engine.set_delay(Stage.LANDING, 0)
-        engine.set_delay(Stage.CPU_UPDATE, update_us := 60_000)
+        engine.set_delay(Stage.CPU_UPDATE, 60_000)
         for _ in range(2):
             loop.step()
             loop.check()
