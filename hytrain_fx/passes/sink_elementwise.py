@@ -27,9 +27,9 @@ from hytrain_fx.passes.node_notes import NOTE_KEY, note
 def sink_elementwise(module: fx.GraphModule, context: PassContext) -> str:
     """Move such nodes, the last one first: what they read sinks after them.
 
-    None goes past a node that has side effects, nor past another kind of reader of what it reads.
-    Such a reader has Inductor store a value that was computed anew in each kernel, and to store is
-    to round.
+    None goes past a node that has side effects, nor past another kind of reader of what it reads:
+    Inductor writes the value to memory for such a reader, and that rounds it. A node that has sunk
+    takes the unit of the place where it stands now, unless it reads a weight.
     """
     nodes = list(module.graph.nodes) if context.graph.grads else []  # without a gradient nothing is late
     place = {node: at for at, node in enumerate(nodes)}  # of a node that has sunk: of what it stands before
