@@ -36,8 +36,11 @@ void LaneProgress::look(double now_us) {
 }
 
 bool LaneProgress::stands() const {
-  const Chunk* awaited = rest_.empty() ? nullptr : rest_.front().awaited;
-  return awaited && awaited->is(ChunkState::FLAGGED);
+  // A small weight that is not shown may have come long ago: what is behind it is where the lane is.
+  const auto at = std::find_if(rest_.begin(), rest_.end(), [](const OnLane& copy) {
+    return copy.is_shown || (copy.awaited && !copy.awaited->is_updated());
+  });
+  return at != rest_.end() && at->awaited && at->awaited->is(ChunkState::FLAGGED);
 }
 
 double LaneProgress::bytes_per_us(double otherwise) {
