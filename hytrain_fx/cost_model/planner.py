@@ -40,7 +40,7 @@ from hytrain_fx.cost_model.reasons import (
 )
 from hytrain_fx.cost_model.simulate import steady_step
 from hytrain_fx.cost_model.solution import Solution
-from hytrain_fx.cost_model.streaming import best_mix, ranges_of
+from hytrain_fx.cost_model.streaming import best_mix, least_of_convex, ranges_of
 from hytrain_fx.cost_model.windows import Windows, windows_under
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
@@ -56,9 +56,9 @@ GUARD = 1.05
 # Shares of the best one by capacities alone. A little less often ends earlier, since copies of
 # states yield to gradients and weights.
 _SHARES_TRIED = (1.0, 0.93)
-# Copies and updates that share the host's memory are slower than what the share was solved with.
-_SHARES_TRIED_IN_SHARED_MEMORY = (1.0, 0.85, 0.7, 0.55)
-_HALVINGS = 3  # of what lies between two of them, beside the best one
+# Copies and updates that share the host's memory are slower than what the share was solved with: it
+# is looked for from this part of that share on, in so many rounds.
+_LEAST_PART, _ROUNDS = 0.55, 7
 # Shares that are tried where the host has no room for the slots of all that is on it.
 _SHARES_THAT_MAY_FIT = (0.25, 0.5, 0.75, 0.9, 1.0)
 
@@ -99,8 +99,7 @@ def plan(
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
     if stream == "auto":
         return maker.filled(maker.best())
-    given = maker.solution(float(stream))
-    return maker.filled(fastest(profile, [(given, maker.settle(given))], maker.settle, may_cut=0 < stream < 1))
+    return maker.filled(fastest(profile, [maker.settled(maker.solution(float(stream)))], maker.settle, may_cut=0 < stream < 1))
 
 
 def streamed_k(
@@ -171,7 +170,7 @@ class _Maker:
             return without
         k, share = self.mix(without.k)
         tried = [self._near(k, share)] if share else []
-        tried += [[self._made(0, 0.0)]] if not k and cuts_of(self.profile, 0.0) else []  # the first unit alone is cut
+        tried += [[self.settled(self._mixed(0, 0.0))]] if not k and cuts_of(self.profile, 0.0) else []  # the first unit alone is cut
         streams = [made for of in tried if (made := fastest(self.profile, of, self.settle)).numel(Placement.STREAM)]
         if not streams:
             return without
@@ -214,18 +213,19 @@ class _Maker:
     def _near(self, k: int, share: float) -> list[tuple[Solution, Plan]]:
         """Solutions with shares up to y, and their plans; most of them near the fastest."""
         if self.profile.host_memory_gb_per_s is None:
-            return [self._made(k, share * part) for part in _SHARES_TRIED]
-        made = [self._made(k, share * part) for part in _SHARES_TRIED_IN_SHARED_MEMORY]
-        for _ in range(_HALVINGS):
-            made.sort(key=lambda of: of[0].share)
-            best = min(range(len(made)), key=lambda at: made[at][1].predicted["step_us"])
-            near = [at for at in (best - 1, best + 1) if 0 <= at < len(made)]
-            made += [self._made(k, (made[at][0].share + made[best][0].share) / 2) for at in near]
+            return [self.settled(self._mixed(k, share * part)) for part in _SHARES_TRIED]
+        made = [self.settled(self._mixed(k, share))]
+
+        def step_us(less: float) -> float:
+            made.append(self.settled(self._mixed(k, less)))
+            return made[-1][1].predicted["step_us"]
+
+        least_of_convex(step_us, _LEAST_PART * share, share, _ROUNDS)
         return made
 
-    def _made(self, k: int, share: float) -> tuple[Solution, Plan]:
-        mixed = self._mixed(k, share)
-        return mixed, self.settle(mixed)
+    def settled(self, solution: Solution) -> tuple[Solution, Plan]:
+        """The solution beside its plan."""
+        return solution, self.settle(solution)
 
     def _mixed(self, k: int, share: float) -> Solution:
         windows = self._windows(guard=1.0)

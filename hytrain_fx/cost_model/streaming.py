@@ -65,14 +65,14 @@ def best_mix(windows: Windows, k: int, least_k: int, compute_us: float) -> tuple
     return k, share
 
 
-def least_of_convex(value: Callable[[float], float], low: float, high: float) -> float:
-    """Where a convex function of low..high is least, to a thousandth of the span.
+def least_of_convex(value: Callable[[float], float], low: float, high: float, rounds: int = _ROUNDS) -> float:
+    """Where a convex function of low..high is least, to a thousandth of the span by 14 rounds.
 
-    By golden section.
+    By golden section. It asks for two values and one more in each round.
     """
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         if at_left <= at_right:
             high, right, at_right = right, left, at_left
             left = high - _GOLDEN * (high - low)
