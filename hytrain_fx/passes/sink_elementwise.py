@@ -34,7 +34,7 @@ def sink_elementwise(module: fx.GraphModule, context: PassContext) -> str:
     nodes = list(module.graph.nodes) if context.graph.grads else []  # without a gradient nothing is late
     place = {node: at for at, node in enumerate(nodes)}  # of a node that has sunk: of what it stands before
     head = list(nodes)  # at each place: the first of those that have sunk there, else the node itself
-    effects = [at for at, node in enumerate(nodes) if node.op == "call_function" and (node.is_impure() or dataflow.mutates(node))]
+    effects = [at for at, node in enumerate(nodes) if node.op == "call_function" and _has_effects(node)]
     stores: dict[fx.Node, list[int]] = {}
     sunk = 0
     for node in reversed(nodes):
@@ -53,10 +53,26 @@ def sink_elementwise(module: fx.GraphModule, context: PassContext) -> str:
     return f"{sunk} elementwise nodes come later"
 
 
+def _has_effects(node: fx.Node) -> bool:
+    """Whether another node must stay on its side of this call.
+
+    Drawing random numbers is no such effect, as what sinks draws none. On a GPU attention's
+    backward is tagged as one that draws.
+    """
+    return dataflow.mutates(node) or (node.is_impure() and not _draws(node))
+
+
 def _is_elementwise(node: fx.Node) -> bool:
     """Whether each element of its result comes of the operands' elements alone, without effects."""
-    tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not dataflow.mutates(node)
+    return torch.Tag.pointwise in _tags(node) and not _draws(node) and not dataflow.mutates(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in _tags(node)
+
+
+def _tags(node: fx.Node) -> Sequence[torch.Tag]:
+    return getattr(node.target, "tags", ()) if node.op == "call_function" else ()
 
 
 def _stores_of(base: fx.Node, known: dict[fx.Node, list[int]], place: dict[fx.Node, int]) -> Sequence[int]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
-
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
 import hytrain_fx
-from benchmarks.plain_models import Dit
 from hytrain_fx.errors import GraphInvariantError
 from tests.cpu import models
 from tests.cpu.recording_nodes import compile_rewritten
 
+from .dit_steps import dit_step
 from .generated_order import CallDistance, call_distances, check_generated_order
 
 pytestmark = pytest.mark.fused_kernels
@@ -70,32 +67,6 @@ def test_inductor_leaves_the_calls_in_place() -> None:
         "release": released,
         "backward_end": 1,
     }
-
-
-BLOCKS = 4
-BITS_SHOW = 2.0**20
-"""A learning rate with which a weight shows the bits of its gradient."""
-
-
-def dit_step(passes: Any) -> tuple[list[torch.Tensor], list[int]]:
-    """Weights after a bf16 step, and lines of code from each offload to the next. None: plain."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model: Any = Dit(width=32, layers=BLOCKS, heads=4, side=8, classes=10).bfloat16()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=BITS_SHOW)
-    if passes is None:
-        model.compile()
-    else:
-        model, optimizer = hytrain_fx.compile(model, optimizer, passes=passes)
-    latents, noise = torch.randn(2, 2, 4, 8, 8).bfloat16()
-    loss = model(latents=latents, noise=noise, times=torch.tensor([3.0, 700.0]).bfloat16(), classes=torch.tensor([1, 2]))
-    _, codes = run_and_get_code(loss.backward)
-    optimizer.step()
-    lines = [call.line for code in codes for call in call_distances(code) if call.op == "offload_and_step"]
-    weights = [p.detach().clone() for p in model.parameters()]
-    if passes is not None:
-        hytrain_fx.close(model)
-    return weights, [late - early for early, late in pairwise(lines)]
 
 
 @pytest.mark.sample(0)

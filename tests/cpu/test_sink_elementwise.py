@@ -94,6 +94,16 @@ def test_random_numbers_stay() -> None:
     assert order.index("s") < order.index("drawn") < order.index("g1")
 
 
+def test_other_nodes_go_past_random_numbers() -> None:
+    """On a GPU the backward of attention is tagged as one that draws; a sum passes it."""
+    for draws in (aten._scaled_dot_product_cudnn_attention_backward.default, aten._scaled_dot_product_efficient_attention_backward.default):
+        graph, nodes = sum_over_layers()
+        with graph.inserting_after(nodes["a"]):
+            backward = named(graph, "backward", draws, *graph.find_nodes(op="placeholder"))
+        nodes["b"].replace_input_with(nodes["g1"], backward)
+        assert sunk(graph) == ["backward", "g1", "s", "a", "b", "t", "d"]
+
+
 WRITES = aten.mul_.Scalar
 OPS = [(aten.mul.Tensor, 2), (aten.add.Tensor, 2), (aten.sigmoid.default, 1), (aten.mm.default, 2), (aten.t.default, 1),
        (WRITES, 1), (aten.neg.default, 1)]

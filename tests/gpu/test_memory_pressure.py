@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,11 @@ MOST_TRIES = 6  # of a step; half of the states leave each time
 
 @pytest.fixture(autouse=True)
 def capped() -> Iterator[None]:
-    """This process may take 4 GB of the GPU, which others may have for a while."""
+    """This test may take 4 GB of the GPU, which others may have for a while.
+
+    Dropped models of earlier tests go first; what this process still has is not counted.
+    """
+    gc.collect()
     torch.cuda.empty_cache()
     for _ in range(WAITED_S):
         if torch.cuda.mem_get_info()[0] > FREE_BYTES:
@@ -29,7 +34,8 @@ def capped() -> Iterator[None]:
         time.sleep(1.0)
     else:
         pytest.skip(f"other processes have all but {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB of the GPU's memory")
-    torch.cuda.set_per_process_memory_fraction(4e9 / torch.cuda.get_device_properties(0).total_memory)
+    capped_bytes = 4e9 + torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction(capped_bytes / torch.cuda.get_device_properties(0).total_memory)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
+import hytrain_fx
+
 from ..cpu import models
 from ..cpu.recording_nodes import compile_rewritten, train
 
@@ -50,6 +52,19 @@ def test_the_calls_stand_where_they_were_put() -> None:
     _, codes = run_and_get_code(lambda: model(*batches[0]).backward())
     found = [call for code in codes for call in check_generated_order(code, limit=4)]
     assert {call.op for call in found} == {"wait", "offload_and_step", "release", "backward_end"}
+
+
+def test_what_all_blocks_share_holds_no_gradient_back() -> None:
+    """DiT's gradients come evenly, with the backward of attention that a GPU has.
+
+    The bits are torch.compile's, where it has the same twice.
+    """
+    from ..cpu.dit_steps import dit_step
+
+    (plain, _), (again, _) = dit_step(None, "cuda", 128), dit_step(None, "cuda", 128)
+    ours, apart = dit_step(hytrain_fx.DEFAULT_PASSES, "cuda", 128)
+    assert max(apart) < sum(apart) / 3
+    assert all(torch.equal(*of) for of in zip(ours, plain, strict=True)) or not all(map(torch.equal, plain, again))
 
 
 def _wide(name: str) -> tuple[torch.nn.Module, models.Batches]:
