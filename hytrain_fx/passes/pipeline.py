@@ -2,9 +2,8 @@
 
 For each pass: contract, pass, fake results, lint, rules, record.
 
-    backward              annotate_units -> sink_elementwise -> insert_grad_offload ->
-                          insert_steps -> insert_reload -> insert_release -> insert_backward_end ->
-                          drop_grad_outputs
+    backward              annotate_units -> insert_grad_offload -> insert_steps -> insert_reload ->
+                          insert_release -> insert_backward_end -> drop_grad_outputs
     forward, inference    annotate_units -> insert_waits
 
 Last, what the compiler is given has one call for the four nodes of a unit (`one_call.py`).
@@ -37,12 +36,10 @@ from hytrain_fx.passes.insert_waits import insert_waits
 from hytrain_fx.passes.new_nodes import Before, finish_new_nodes
 from hytrain_fx.passes.node_notes import note
 from hytrain_fx.passes.one_call import join_calls
-from hytrain_fx.passes.sink_elementwise import sink_elementwise
 from hytrain_fx.passes.verify import facts_asked_of, verify
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     annotate_units,
-    sink_elementwise,
     insert_grad_offload,
     insert_steps,
     insert_reload,

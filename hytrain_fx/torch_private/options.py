@@ -6,23 +6,28 @@ A wrong one is an error before anything is compiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, get_origin
+from typing import Any, get_origin
 
 import torch
 
 from hytrain_fx.errors import ConfigError, UnsupportedError
 
-GRAPH_ORDER_KEPT: Final[Mapping[str, Any]] = {"reorder_for_peak_memory": False}
-"""What Inductor is given besides: kernels are launched in the order of the graph.
-
-Its own search for an order with less memory knows nothing of what our nodes start. Where a batch
-has few tokens it puts all gradients of weights, and so all copies to the host, behind the backward.
-"""
-
 
 def graph_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """The Inductor options that a graph is compiled with. The user's go before ours."""
-    return {**GRAPH_ORDER_KEPT, **(mode_options(mode) if mode else {}), **(options or {})}
+    return {**graph_order_kept(), **(mode_options(mode) if mode else {}), **(options or {})}
+
+
+def graph_order_kept() -> dict[str, Any]:
+    """What Inductor is given besides: kernels are launched in the order of the graph.
+
+    Its own search for an order with less memory knows nothing of what our nodes start. Where a
+    batch has few tokens it puts all gradients of weights, and so all copies to the host, behind the
+    backward. `LaunchOrder` says what its fused kernels do.
+    """
+    from hytrain_fx.torch_private.launch_order import LaunchOrder  # it imports Inductor, for 2 s
+
+    return {"reorder_for_peak_memory": False, "_post_fusion_custom_pass": LaunchOrder()}
 
 
 def known_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

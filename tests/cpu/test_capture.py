@@ -30,7 +30,7 @@ from hytrain_fx.capture.backend import Capture, has_user_hooks
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.torch_private import compiling
-from hytrain_fx.torch_private.options import GRAPH_ORDER_KEPT
+from hytrain_fx.torch_private.options import graph_order_kept
 from tests.cpu import models
 from tests.cpu.interpreted import graphs_interpreted
 from tests.cpu.recording_nodes import (
@@ -301,7 +301,7 @@ def test_a_cached_plain_compile_does_not_hide_the_rewrite(cured: bool, monkeypat
     plain = copy.deepcopy(model)
     torch._dynamo.reset()
     with torch._functorch.config.patch(enable_autograd_cache=True):
-        plain.compile(options=dict(GRAPH_ORDER_KEPT))  # the cache goes by options too
+        plain.compile(options=graph_order_kept())  # the cache goes by options too
         plain(*batches[0]).backward()
         if not cured:
             monkeypatch.setattr(compiling, "autograd_cache_off", contextlib.nullcontext)

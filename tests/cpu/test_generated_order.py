@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import hytrain_fx
 from hytrain_fx.errors import GraphInvariantError
 from tests.cpu import models
 from tests.cpu.recording_nodes import compile_rewritten
 
-from .dit_steps import dit_step
+from .first_steps import first_step
 from .generated_order import CallDistance, call_distances, check_generated_order
 
 pytestmark = pytest.mark.fused_kernels
@@ -73,9 +72,9 @@ def test_inductor_leaves_the_calls_in_place() -> None:
 def test_what_all_blocks_share_holds_no_gradient_back() -> None:
     """The gradient of DiT's condition is a sum over the blocks. Their own gradients come evenly.
 
-    Without the pass more than half of this backward has none. The bits are torch.compile's.
+    In Inductor's order more than half of this backward has none. The bits are torch.compile's.
     """
-    plain, _ = dit_step(None)
-    ours, apart = dit_step(hytrain_fx.DEFAULT_PASSES)
+    plain, _ = first_step("dit", "cpu", ours=False)
+    ours, apart = first_step("dit", "cpu")
     assert max(apart) < sum(apart) / 3
     assert all(map(torch.equal, ours, plain))

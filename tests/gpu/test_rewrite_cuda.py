@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import hytrain_fx
-
 from ..cpu import models
 from ..cpu.recording_nodes import compile_rewritten, train
 
@@ -54,15 +52,16 @@ def test_the_calls_stand_where_they_were_put() -> None:
     assert {call.op for call in found} == {"wait", "offload_and_step", "release", "backward_end"}
 
 
-def test_what_all_blocks_share_holds_no_gradient_back() -> None:
-    """DiT's gradients come evenly, with the backward of attention that a GPU has.
+@pytest.mark.parametrize("name", ["dit", "t5"])
+def test_what_all_blocks_share_holds_no_gradient_back(name: str) -> None:
+    """Gradients come evenly, with kernels as they are fused for a GPU.
 
     The bits are torch.compile's, where it has the same twice.
     """
-    from ..cpu.dit_steps import dit_step
+    from ..cpu.first_steps import first_step
 
-    (plain, _), (again, _) = dit_step(None, "cuda", 128), dit_step(None, "cuda", 128)
-    ours, apart = dit_step(hytrain_fx.DEFAULT_PASSES, "cuda", 128)
+    (plain, _), (again, _) = first_step(name, "cuda", ours=False), first_step(name, "cuda", ours=False)
+    ours, apart = first_step(name, "cuda")
     assert max(apart) < sum(apart) / 3
     assert all(torch.equal(*of) for of in zip(ours, plain, strict=True)) or not all(map(torch.equal, plain, again))
 
