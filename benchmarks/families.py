@@ -167,7 +167,7 @@ FAMILIES: Mapping[str, Family] = {
         Size(_NO_CACHE | {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4,
                           "decoder_start_token_id": 0}, 2, 12),
         Size(_NO_CACHE | {"vocab_size": 32128, "d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16,
-                          "decoder_start_token_id": 0}, 16, 512, 0.74, 30.0)),
+                          "decoder_start_token_id": 0}, 16, 512, 0.74, 49.0)),
     "whisper": Family(
         "speech", "tokens that are said", _of_transformers("Whisper", "ForConditionalGeneration"), _speech,
         r"model\.(en|de)coder\.layers\.\d+",
