@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch._inductor import custom_graph_pass
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.torch_private.names import private_name
 
-# torch 2.11 takes any callable, and has it in its cache's key by its class and attributes.
-_Base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+_PASSES = "torch._inductor.custom_graph_pass"
+try:
+    _Base: Any = private_name(_PASSES, "CustomSchedulerPass")
+except UnsupportedError:  # torch 2.11 takes any callable, and has it in its cache's key by its class and attributes
+    _Base = object
 
 
 class ScheduledNode(Protocol):
@@ -47,7 +50,7 @@ class LaunchOrder(_Base):  # type: ignore[misc]
     """Inductor's `_post_fusion_custom_pass`."""
 
     def __init__(self) -> None:
-        self.version = custom_graph_pass.get_hash_for_files((__file__,))
+        self.version = private_name(_PASSES, "get_hash_for_files")((__file__,))
 
     def __call__(self, nodes: Sequence[Node]) -> list[Node]:
         """Raises UnsupportedError where nodes of this torch are other ones."""

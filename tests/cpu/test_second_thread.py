@@ -122,7 +122,8 @@ def _read(model: nn.Module, _: torch.optim.Optimizer) -> object:
 
 
 def _norms(model: nn.Module, _: torch.optim.Optimizer) -> object:
-    return nn.utils.parameters_to_vector(model.parameters()).norm().item()
+    with torch.no_grad():  # else plain torch 2.13 may lock up: docs/limits.md
+        return nn.utils.parameters_to_vector(model.parameters()).norm().item()
 
 
 def _weights_saved(model: nn.Module, _: torch.optim.Optimizer) -> object:
