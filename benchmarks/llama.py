@@ -6,7 +6,7 @@ Weights are made where they stay.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -59,11 +59,13 @@ def shape_of(size: str) -> dict[str, int]:
                     "128 and N layers")
 
 
-def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> nn.Module:
+def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False, *,
+          on_meta: bool = False) -> nn.Module:
     """A LlamaForCausalLM of a named shape, seed 0, in training mode.
 
     It is made without memory and its weights are drawn on `device` in `dtype`: no other copy of
-    them ever exists. Raises CannotRun for an unknown size or where transformers is not installed.
+    them ever exists. `on_meta`: it stays without memory, for `drawn_by_name`. Raises CannotRun for
+    an unknown size or where transformers is not installed.
     """
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -73,14 +75,30 @@ def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = t
                          attn_implementation="sdpa")
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
-    model.to(dtype).to_empty(device=device)
-    _draw_weights(model)
+    model.to(dtype)
+    if not on_meta:
+        model.to_empty(device=device)
+        _draw_weights(model)
     # Its frequencies are buffers, kept in fp32 and computed when it is made.
     rotary = model.model.rotary_emb  # type: ignore[union-attr]
     model.model.rotary_emb = type(rotary)(config).to(device)  # type: ignore[union-attr]
     if checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model.train()
+
+
+def drawn_by_name(model: nn.Module, device: torch.device) -> Callable[[str], torch.Tensor]:
+    """A loader for a model that was built `on_meta`: a tensor is drawn alone, by its own seed."""
+    shapes = {name: (number, tensor.shape, tensor.dtype) for number, (name, tensor) in enumerate(model.state_dict().items())}
+
+    def draw(name: str) -> torch.Tensor:
+        number, shape, dtype = shapes[name]
+        if len(shape) < 2:
+            return torch.ones(shape, dtype=dtype, device=device)
+        generator = torch.Generator(device=device).manual_seed(number)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, INITIAL_STD, generator=generator)
+
+    return draw
 
 
 @torch.no_grad()

@@ -1,14 +1,19 @@
 """Several ranks train one model, each on its own batches: ours beside PyTorch's ways, as a table.
 
     python -m benchmarks ranks --gpus 2 --size 3b --batch 4 --out ranks.json
+    python -m benchmarks ranks --gpus 2 --file benchmarks/two_gpus.rows --together 4
+    python -m benchmarks ranks --gpus 2 --size 1b --sequence 512 --rows by_hand host --bits 100
     python -m benchmarks ranks --gpus 2 --size tiny --batch 1 --sequence 32     # CPUs, gloo
 
 Each row is started by torchrun: a process a GPU, cores in equal blocks. A step is wall time over a
 window without synchronisation, ended by a full drain and a barrier of all ranks; three windows.
-Rows in the file are not run again.
+Rows in the file are not run again. With --together so many rows compile side by side, and then each
+is timed while all others stand still. A line of --file has a row, its size and its own --batch,
+--option and so on, and what it takes at most: --gpu-gb on each GPU, --host-gb for all its ranks.
 
     floor          DistributedDataParallel, compiled: forward, backward, mean of the gradients
     ddp            the same with fused AdamW on fp32 masters, on every GPU
+    by_hand        compiled, gradients averaged one by one, AdamW(foreach=True): the bits of ours
     fsdp2          fully_shard, blocks compiled, fp32 parameters, bf16 compute
     fsdp2_offload  the same with CPUOffloadPolicy
     zero2_offload  DeepSpeed ZeRO-2 with the optimizer on the CPU, compiled, bf16 parameters
@@ -18,80 +23,114 @@ Rows in the file are not run again.
     solved         ours, as it comes
     clipped        ours, gpu_states=0.0, gradients clipped to 1.0
     host_bf16      ours, gpu_states=0.0, moments="bf16"
+    sharded        ours, weights="sharded"; a Llama is loaded tensor by tensor, and whole nowhere
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
+import re
+import shlex
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import distributed, nn
 
-import hytrain_fx
-from benchmarks import peers
-from benchmarks.case import CannotRun, Case
+from benchmarks import one_rank
+from benchmarks.case import CannotRun
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
-from benchmarks.models import Batch, batches, build
-from benchmarks.runner import environment
-from benchmarks.timeline import drawn
-from benchmarks.trainer import backward_of
-from hytrain_fx.forecast.bench import loops
-from hytrain_fx.forecast.bench.loops import Trainer
-from hytrain_fx.forecast.bench.memory import memory
+from benchmarks.one_rank import OURS, ROWS, Look, RankRow, compiled_file
+from benchmarks.runner import environment, in_threads, memory_here
+from benchmarks.turns import Ask, Rounds
 from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
-from hytrain_fx.forecast.bench.windows import CALM_STEPS, OUR_WARMUP_STEPS, timed
-from hytrain_fx.runtime.energy import meter_of
+from hytrain_fx.forecast.bench.windows import OUR_WARMUP_STEPS
 
-OURS: Mapping[str, Mapping[str, Any]] = {
-    "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
-    "host_bf16": {"gpu_states": 0.0, "moments": "bf16"},
-}
-ZERO_STAGES = {"zero2_offload": 2, "zero3_offload": 3}
-ROWS = ("floor", "ddp", "fsdp2", "fsdp2_offload", *ZERO_STAGES, *OURS)
-WARMUP_STEPS = {row: OUR_WARMUP_STEPS if row in OURS else 6 for row in ROWS}
+_OTHERS_WARMUP_STEPS = 6
+_POLL_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `python -m benchmarks ranks`."""
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="ranks; without GPUs they train on the CPU")
     parser.add_argument("--size", default="3b", help="a Llama shape or a family of the zoo")
-    parser.add_argument("--batch", type=int, default=4, help="sequences on each rank")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens in one")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
-    parser.add_argument("--window", type=int, default=10, help="steps in one of the three windows")
-    parser.add_argument("--warmup", type=int, default=None, help="steps before the first window")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds for one row")
+    parser.add_argument("--file", type=Path, default=None, help="the rows, one a line, instead of --size and --rows")
+    _add_row_arguments(parser)
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="so many rows compile side by side")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--out", type=Path, default=Path("ranks.json"), help="the rows; what each of them prints is beside it")
     parser.add_argument("--look", action="store_true",
                         help="ours: explain's text and three recorded steps of rank 0 go to the row's log, and a Chrome trace beside it")
     parser.add_argument("--rank-of", choices=ROWS, default=None, help=argparse.SUPPRESS)  # what torchrun starts
+    parser.add_argument("--turn", type=Path, default=None, help=argparse.SUPPRESS)
+
+
+def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=4, help="sequences on each rank")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens in one")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="ours: option of hytrain_fx.compile")
+    parser.add_argument("--window", type=int, default=10, help="steps in one of the three windows")
+    parser.add_argument("--warmup", type=int, default=None, help="steps before the first window")
+    parser.add_argument("--bits", type=int, default=0, metavar="STEPS",
+                        help="time nothing: train so many steps, of ours with odd ranks slowed, and compare all weights' bits with by_hand")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run what is missing, and print the table. Raises CannotRun."""
     if arguments.rank_of is not None:
-        _run_rank(arguments)
-        return
+        look = Look(arguments.out if arguments.look else None)
+        one_rank.run(_row(arguments.rank_of, arguments.size, arguments), arguments.turn, look)
     if arguments.gpus < 2:
         raise CannotRun(f"found --gpus {arguments.gpus}, expected at least 2; for one GPU: python -m benchmarks table")
     if torch.cuda.is_available() and torch.cuda.device_count() < arguments.gpus:
         raise CannotRun(f"found {torch.cuda.device_count()} GPUs, expected {arguments.gpus}")
+    if arguments.file is None:
+        asked = [(_row(name, arguments.size, arguments), Ask()) for name in arguments.rows]
+    else:
+        asked = list(rows_in(arguments.file.read_text()))
     rows: dict[str, dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    for name in arguments.rows:
-        key = f"{name} {arguments.size} {arguments.batch}x{arguments.sequence} on {arguments.gpus}"
-        if "step_s" not in rows.get(key, {}):
-            rows[key] = _row_of(name, arguments)
-            arguments.out.write_text(json.dumps(rows, indent=1))
-        print(f"{key}: {rows[key].get('error') or str(rows[key]['step_s']) + ' s a step'}", flush=True)
+    _measure(asked, rows, arguments)
     print(ranks_markdown(rows))
+
+
+def rows_in(text: str) -> Iterator[tuple[RankRow, Ask]]:
+    """The rows of a file, in its order. Raises CannotRun for a line that names none."""
+    for number, line in enumerate(text.splitlines(), 1):
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        try:
+            parsed = _Line().parse_args(words)
+        except CannotRun as error:
+            raise CannotRun(f"line {number}, {line.strip()!r}: {error}") from error
+        yield _row(parsed.row, parsed.size, parsed), Ask(gpu_gb=parsed.gpu_gb, host_gb=parsed.host_gb)
+
+
+class _Line(argparse.ArgumentParser):
+    def __init__(self) -> None:
+        super().__init__(prog="a row", add_help=False)
+        self.add_argument("row", choices=ROWS)
+        self.add_argument("size")
+        _add_row_arguments(self)
+        self.add_argument("--gpu-gb", type=float, default=0.0)
+        self.add_argument("--host-gb", type=float, default=0.0)
+
+    def error(self, message: str) -> NoReturn:
+        """A line is no command line, so the caller says which line is wrong."""
+        raise CannotRun(message)
+
+
+def _row(name: str, size: str, arguments: argparse.Namespace) -> RankRow:
+    warmup = OUR_WARMUP_STEPS if name in OURS else _OTHERS_WARMUP_STEPS
+    return RankRow(name, size, arguments.batch, arguments.sequence, arguments.checkpointing, tuple(arguments.option), arguments.window,
+                   warmup if arguments.warmup is None else arguments.warmup, arguments.bits)
 
 
 def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -99,118 +138,104 @@ def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = []
     for row in rows.values():
         if "error" in row:
-            lines.append([row["row"], row["workload"], row["error"], *["-"] * 5])
+            lines.append([row["row"], row["workload"], row["error"], *["-"] * 6])
             continue
-        floor = next((of["step_s"] for of in rows.values() if "error" not in of and of["row"] == "floor"
-                      and (of["workload"], of["machine"]) == (row["workload"], row["machine"])), None)
-        of_floor = f"{row['step_s'] / floor:.3f}" if floor else "-"
-        spread = (max(row["windows_s"]) - min(row["windows_s"])) / row["step_s"]
+        bits = "checksums" in row
+        first = _same_training(rows.values(), row, "by_hand" if bits else "floor")
+        if bits:
+            compared = "-" if first is None else "its bits" if row["checksums"] == first["checksums"] else "**other bits**"
+            spread = ""
+        else:
+            compared = "-" if first is None else f"{row['step_s'] / first['step_s']:.3f}"
+            spread = f"{(max(row['windows_s']) - min(row['windows_s'])) / row['step_s']:.1%}"
         gpu_gb = "-" if row["gpu_gb"] is None else f"{row['gpu_gb']:.1f}"
-        lines.append([row["row"], row["workload"], f"{row['step_s']:.4f}", f"{spread:.1%}", of_floor, gpu_gb,
-                      f"{row['host_gb']:.1f}", row["plan"] or "-"])
+        predicted = f"{row['predicted_step_s']:.4f}" if row.get("predicted_step_s") else "-"
+        lines.append([row["row"], row["workload"], f"{row['step_s']:.4f}", spread, compared, predicted, gpu_gb, f"{row['host_gb']:.1f}",
+                      row["plan"] or "-"])
     machines = dict.fromkeys(machine_text(row["machine"]) for row in rows.values())
-    head = ("row", "model, batch a rank", "s a step", "spread", "of floor", "GPU GB, largest", "host GB, all ranks", "plan of rank 0")
+    head = ("row", "model, batch a rank", "s a step", "spread", "of floor, or by_hand's bits", "predicted s", "GPU GB, largest",
+            "host GB, all ranks", "plan of rank 0")
     return "\n\n".join(["\n".join(f"- {of}" for of in machines), table(head, lines)])
 
 
-def _row_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def _same_training(rows: Iterable[Mapping[str, Any]], row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    return next((of for of in rows if "error" not in of and of["row"] == name
+                 and (of["workload"], of["machine"]) == (row["workload"], row["machine"])), None)
+
+
+def _measure(asked: Sequence[tuple[RankRow, Ask]], rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Run the rows that are missing, `--together` at once. Each is written when it is there."""
+    def key(row: RankRow) -> str:
+        return f"{row.title} {row.workload} on {arguments.gpus}"
+
+    waiting = [(row, ask) for row, ask in asked if "step_s" not in rows.get(key(row), {})]
+    memory, rounds, writing = memory_here(), Rounds(), threading.Lock()
+
+    def run_rows(_: int) -> None:
+        while waiting:
+            with writing:
+                taken = next(((row, ask) for row, ask in waiting if memory.take("", ask)), None)
+                if taken is not None:
+                    waiting.remove(taken)
+            if taken is None:
+                time.sleep(_POLL_S)
+                continue
+            row, ask = taken
+            found = _row_of(row, arguments, rounds)
+            with writing:
+                memory.give("", ask)
+                rows[key(row)] = found
+                arguments.out.write_text(json.dumps(rows, indent=1))
+            print(f"{key(row)}: {found.get('error') or str(found['step_s']) + ' s a step'}", flush=True)
+
+    in_threads(run_rows, range(arguments.together), waiting.clear)
+
+
+def _row_of(row: RankRow, arguments: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
     """Start the ranks of one row, and read what rank 0 prints."""
-    warmup = WARMUP_STEPS[name] if arguments.warmup is None else arguments.warmup
-    same = ["--gpus", arguments.gpus, "--size", arguments.size, "--batch", arguments.batch, "--sequence", arguments.sequence,
-            "--window", arguments.window, "--warmup", warmup, "--out", arguments.out, *(["--look"] if arguments.look else [])]
+    name = re.sub(r"[^\w.=-]+", "_", f"{row.title} {row.workload}")
+    turn = _Turn(rounds, arguments.out.with_suffix(f".{name}.turn"))
+    look = ["--look", "--out", str(arguments.out.with_suffix(f".{name}.trace.json"))] if arguments.look else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus), "-m", "benchmarks",
-               "ranks", "--rank-of", name, *map(str, same)]
+               "ranks", *one_rank.arguments_of(row), *look, *(["--turn", str(turn.path)] if arguments.together > 1 else [])]
     log = arguments.out.with_suffix(f".{name}.log")
-    with log.open("w") as file:
-        status = run_to_end(command, file.fileno(), arguments.limit_s, environment())
+    env = environment() | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if row.bits else {})
+    began_s = time.perf_counter()
+    with log.open("w") as file, turn:
+        status = run_to_end(command, file.fileno(), arguments.limit_s, env, may_go_on=turn)
     printed = log.read_text(errors="replace")
     found = row_in(printed) if status in (0, None) else None
-    workload = f"{arguments.size}, {arguments.batch} x {arguments.sequence}, {arguments.gpus} ranks"
-    named = {"row": name, "workload": workload, "machine": machine()}
+    named = {"row": row.title, "workload": f"{row.workload}, {arguments.gpus} ranks", "machine": machine(),
+             "wall_s": round(time.perf_counter() - began_s, 1)}
     return {**named, **(found if found is not None else {"error": why_none(status, printed, arguments.limit_s)})}
 
 
-# ---- one rank ----
+class _Turn:
+    """One row among `rounds`: its ranks say by a file that they have compiled, and wait for one."""
 
+    def __init__(self, rounds: Rounds, path: Path) -> None:
+        self.path = path
+        self._rounds = rounds
+        self._compiled = self._timed = False
 
-def _run_rank(arguments: argparse.Namespace) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(len(cores) // size, 1)
-    os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each] or cores)
-    torch.set_num_threads(each)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    name = arguments.rank_of
-    model = build(arguments.size, arguments.sequence, device, torch.float32 if name.startswith("fsdp2") else torch.bfloat16)
-    mode = "zero_offload" if name in ZERO_STAGES else "floor"
-    case = Case(mode, arguments.size, arguments.batch, arguments.sequence, clip=1.0 if name == "clipped" else None)
-    trainer = _trainer(name, case, model, device)
+    def __enter__(self) -> None:
+        self._unlink()
+        self._rounds.begin()
 
-    def finish() -> None:
-        trainer.finish()
-        distributed.barrier()
+    def __exit__(self, *_: object) -> None:
+        self._rounds.end(compiled=self._compiled, timed=self._timed)
+        self._unlink()
 
-    together = Trainer(trainer.step, finish, tries=_Unsettled(trainer))
-    of_all = batches(case.size, case.batch, case.sequence, device, torch.bfloat16)
-    of_rank = itertools.islice(of_all, rank, None, size)
-    row = timed(together, of_rank, arguments.warmup, arguments.window, device, meter_of(device), case.tokens)
-    taken: list[Any] = [None] * size
-    distributed.all_gather_object(taken, memory(device))
-    gpu_gb = [of["gpu_peak_allocated_gb"] for of in taken]
-    row |= {"gpu_gb": None if None in gpu_gb else max(gpu_gb), "host_gb": round(sum(of["host_rss_gb"] for of in taken), 2),
-            "plan": _in_words(trainer.about().get("plan"))}
-    if rank == 0:
-        print(json.dumps(row), flush=True)
-    if arguments.look and name in OURS:
-        paths = [arguments.out.with_suffix(f".{name}.trace.json")] if rank == 0 else []
-        drawn(model, lambda: trainer.step(next(of_rank)), finish, paths, barrier=False)
-        if rank == 0:
-            print(hytrain_fx.explain(model).details(), flush=True)
-    distributed.barrier()
-    os._exit(0)  # threads of a group, or of an engine, may keep the process from ending
+    def __call__(self, _: int) -> bool:
+        """Asked again and again while the ranks run."""
+        if not self._compiled and compiled_file(self.path).exists():
+            self._compiled = True
+            self._rounds.compiled()
+        if self._compiled and not self._timed and self._rounds.is_next():
+            self._timed = True
+            self.path.touch()
+        return True
 
-
-class _Unsettled:
-    """Whether any rank has made a plan lately, or still tries ways of updating: the same on all.
-
-    Asked after each step. The ranks tell each other after every tenth, so that the steps between,
-    which plans go by, are not held up.
-    """
-
-    def __init__(self, trainer: Trainer[Batch]) -> None:
-        self._trainer = trainer
-        self._group = distributed.new_group(backend="gloo")
-        self._asked = 0
-        self._plans = 0
-        self._any = True
-
-    def __call__(self) -> bool:
-        self._asked += 1
-        if self._asked % CALM_STEPS == 0:
-            plans = self._trainer.plans()
-            found = torch.tensor([plans != self._plans or self._trainer.tries()], dtype=torch.int64)
-            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
-            self._plans, self._any = plans, bool(found)
-        return self._any
-
-
-def _in_words(plan: Mapping[str, Any] | None) -> str | None:
-    if plan is None:
-        return None
-    shares = " / ".join(f"{share:.0%} {name}" for name, share in plan["share"].items())
-    return f"k={plan['k']} of {plan['units']}, {shares}"
-
-
-def _trainer(name: str, case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch]:
-    if name in OURS:
-        return loops.ours(model, backward_of(case, model, device), OURS[name])
-    if name in ZERO_STAGES:
-        return peers.zero_offload(case, model, device, ZERO_STAGES[name])
-    if name.startswith("fsdp2"):
-        return peers.fsdp2(case, model, device, offload=name == "fsdp2_offload")
-    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    backward = backward_of(case, ddp, device)
-    return loops.floor(ddp, backward) if name == "floor" else loops.on_device(ddp, backward, fused=True)
+    def _unlink(self) -> None:
+        for path in (self.path, compiled_file(self.path)):
+            path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -28,6 +29,7 @@ from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
 from hytrain_fx.progress import stage
 from hytrain_fx.runtime.memory import available_host_bytes
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = (sys.executable, "-m", "benchmarks", "steps")
 _MOST_OF_MEMORY = 0.93  # that rows side by side may ask for
@@ -67,7 +69,7 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
     """
     began_s = time.monotonic()
     waiting, writing = list(enumerate(cases, 1)), threading.Lock()
-    memory = _memory_here() if asks else Memory(0.0, 0.0)
+    memory = memory_here() if asks else Memory(0.0, 0.0)
 
     def taken(gpu: str) -> tuple[int, Case, Ask] | None:
         for number, case in waiting:
@@ -116,13 +118,22 @@ def measure(cases: Sequence[Case], results: Results, launch: Launch, *, again: b
     with stage("rows") as show:
         if not launch.seats:
             return run_rows(None)
-        with ThreadPoolExecutor(len(launch.seats)) as pool:
-            try:
-                list(pool.map(run_rows, launch.seats))
-            except BaseException:  # interrupted: rows in other threads would go on to their end
-                for child in psutil.Process().children():
-                    child.kill()
-                raise
+        in_threads(run_rows, launch.seats, waiting.clear)
+
+
+def in_threads(work: Callable[[T], object], of: Sequence[T], stop: Callable[[], object]) -> None:
+    """Each in a thread.
+
+    After an error, or an interrupt, `stop` is called, so that no row begins, and all that run end.
+    """
+    with ThreadPoolExecutor(len(of)) as pool:
+        try:
+            list(pool.map(work, of))
+        except BaseException:
+            stop()
+            for child in psutil.Process().children():
+                child.kill()
+            raise
 
 
 def _place(seat: Seat | None, launch: Launch) -> contextlib.AbstractContextManager[int | None]:
@@ -130,7 +141,8 @@ def _place(seat: Seat | None, launch: Launch) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if seat is None else entered(launch.logs / "turn")
 
 
-def _memory_here() -> Memory:
+def memory_here() -> Memory:
+    """What rows side by side may ask for."""
     here = machine()
     return Memory(_MOST_OF_MEMORY * (here["gpu_memory_gb"] or 0.0), _MOST_OF_MEMORY * here["host_memory_gb"], _host_gb_free)
 
@@ -138,7 +150,7 @@ def _memory_here() -> Memory:
 def _host_gb_free(asked_gb: float) -> float:
     """Memory available now, less what running rows have asked for and not taken yet."""
     taken_gb = 0.0
-    for row in psutil.Process().children():
+    for row in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             taken_gb += row.memory_info().rss / 1e9
     return available_host_bytes() / 1e9 - max(asked_gb - taken_gb, 0.0)

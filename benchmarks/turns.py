@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,47 @@ class Turn:
         if self._file and (shares_gpu or mode not in WITHOUT_HOST):
             fcntl.flock(self._file, fcntl.LOCK_UN)  # two that both hold it shared would wait for each other
             fcntl.flock(self._file, fcntl.LOCK_EX)
+
+
+class Rounds:
+    """Rows of which each takes all GPUs: some compile together, then each of them is timed alone.
+
+    A row that has compiled is timed before another begins to compile, so rows compile in as few
+    rounds as may be. Threads of one process call it, one for each row.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._compiling = self._waiting = self._timed = 0
+
+    def begin(self) -> None:
+        """Before a row's process is started: return when no row is timed, or waits for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._waiting or self._timed))
+            self._compiling += 1
+
+    def compiled(self) -> None:
+        """The row has compiled."""
+        with self._changed:
+            self._compiling -= 1
+            self._waiting += 1
+
+    def is_next(self) -> bool:
+        """Whether the row that asks, which has compiled, is timed from now on."""
+        with self._changed:
+            if self._compiling or self._timed:
+                return False
+            self._waiting -= 1
+            self._timed = 1
+            return True
+
+    def end(self, *, compiled: bool, timed: bool) -> None:
+        """The row's process has ended; how far it came."""
+        with self._changed:
+            self._timed -= timed
+            self._waiting -= compiled and not timed
+            self._compiling -= not compiled
+            self._changed.notify_all()
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from benchmarks.__main__ import main
 from benchmarks.case import Case
 from benchmarks.machine import machine
 from benchmarks.peers import zero_offload_config
-from benchmarks.ranks import ZERO_STAGES, ranks_markdown
+from benchmarks.one_rank import ZERO_STAGES
+from benchmarks.ranks import ranks_markdown, rows_in
 from hytrain_fx.forecast.bench import process
 from hytrain_fx.forecast.bench.process import lacked_memory, run_to_end, why_none
 

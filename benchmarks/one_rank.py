@@ -1,0 +1,259 @@
+"""One of the processes that torchrun starts for a row of `python -m benchmarks ranks`.
+
+It trains on its own batches. Rank 0 prints the row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+import hytrain_fx
+from benchmarks import families, llama, peers
+from benchmarks.case import CannotRun, Case
+from benchmarks.models import Batch, batches, build, trained
+from benchmarks.own_modes import option_of
+from benchmarks.steps import checksum
+from benchmarks.timeline import drawn
+from benchmarks.trainer import Step, backward_of
+from hytrain_fx.api import session_of
+from hytrain_fx.forecast.bench import loops
+from hytrain_fx.forecast.bench.loops import Trainer
+from hytrain_fx.forecast.bench.memory import memory
+from hytrain_fx.forecast.bench.windows import CALM_STEPS, timed
+from hytrain_fx.runtime.energy import meter_of
+from hytrain_fx.runtime.engine import Stage
+
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
+    "host_bf16": {"gpu_states": 0.0, "moments": "bf16"}, "sharded": {"weights": "sharded"},
+}
+ZERO_STAGES = {"zero2_offload": 2, "zero3_offload": 3}
+ROWS = ("floor", "ddp", "by_hand", "fsdp2", "fsdp2_offload", *ZERO_STAGES, *OURS)
+_SLOWED = (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D)
+_SLOWED_BY_US = 500.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What a row measures, the same on each rank.
+
+    name      one of ROWS
+    options   `NAME=VALUE` options of `hytrain_fx.compile`, beside those that the name stands for
+    bits      so many steps are trained for losses and a sum of all weights' bits, and not timed;
+              0: it is timed
+    """
+
+    name: str
+    size: str
+    batch: int
+    sequence: int
+    checkpointing: bool
+    options: tuple[str, ...]
+    window: int
+    warmup: int
+    bits: int
+
+    @property
+    def workload(self) -> str:
+        """Model and batch of a rank: rows that agree in it did the same training."""
+        bits = f", {self.bits} steps for their bits" if self.bits else ""
+        return f"{self.size}, {self.batch} x {self.sequence}{', recomputed' if self.checkpointing else ''}{bits}"
+
+    @property
+    def title(self) -> str:
+        """Its name and options."""
+        return " ".join([self.name, *self.options])
+
+
+@dataclass(frozen=True)
+class Look:
+    """Where rank 0 of ours writes a Chrome trace of three more steps; None: it writes none."""
+
+    trace: Path | None
+
+
+def compiled_file(turn: Path) -> Path:
+    """Is there when every rank of the row has compiled, and may be timed once `turn` is there."""
+    return turn.with_name(turn.name + ".compiled")
+
+
+def run(row: RankRow, turn: Path | None, look: Look) -> None:
+    """Train as the row says; ends the process. `turn`: other rows compile beside it."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(len(cores) // size, 1)
+    os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each] or cores)
+    torch.set_num_threads(each)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(bool(row.bits))
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    model, more = _model_of(row, device)
+    trainer = _trainer(row, more, model, device)
+    of_rank = itertools.islice(batches(row.size, row.batch, row.sequence, device, torch.bfloat16), rank, None, size)
+    trainer.step(next(of_rank))
+    trainer.finish()
+    _wait_for(turn)
+    found = _bits(row, model, trainer, of_rank) if row.bits else _timed(row, trainer, of_rank, device)
+    params = sum(parameter.numel() for parameter in trained(model))
+    found |= {"params": params, "plan": _in_words(trainer.about().get("plan")), **_memory(device, trainer)}
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    if look.trace is not None and row.name in OURS:
+        drawn(model, lambda: trainer.step(next(of_rank)), trainer.finish, [look.trace] if rank == 0 else [], barrier=False)
+        if rank == 0:
+            print(hytrain_fx.explain(model).details(), flush=True)
+    distributed.barrier()
+    os._exit(0)  # threads of a group, or of an engine, may keep the process from ending
+
+
+def _wait_for(turn: Path | None) -> None:
+    """Until no other row compiles or is timed.
+
+    Ranks wait on the CPU: a barrier of NCCL takes the GPU.
+    """
+    if turn is None:
+        return
+    group = distributed.new_group(backend="gloo")
+    distributed.barrier(group)
+    if distributed.get_rank() == 0:
+        compiled_file(turn).touch()
+        while not turn.exists():
+            time.sleep(_POLL_S)
+    distributed.barrier(group)
+
+
+def _timed(row: RankRow, trainer: Trainer[Batch], of_rank: Iterator[Batch], device: torch.device) -> dict[str, Any]:
+    def finish() -> None:
+        trainer.finish()
+        distributed.barrier()
+
+    together = Trainer(trainer.step, finish, tries=_Unsettled(trainer))
+    found = timed(together, of_rank, row.warmup, row.window, device, meter_of(device), row.batch * row.sequence)
+    return found | {"predicted_step_s": trainer.about().get("predicted_step_s")}
+
+
+def _bits(row: RankRow, model: nn.Module, trainer: Trainer[Batch], of_rank: Iterator[Batch]) -> dict[str, Any]:
+    """Losses of rank 0, and a sum of all weights' bits from every rank.
+
+    Of ours odd ranks are slow.
+    """
+    if row.name in OURS and distributed.get_rank() % 2:
+        for stage in _SLOWED:
+            session_of(model).engine.set_delay(stage, _SLOWED_BY_US)
+    began_s = time.perf_counter()
+    losses = torch.stack([trainer.step(next(of_rank)) for _ in range(row.bits)]).tolist()
+    trainer.finish()
+    step_s = (time.perf_counter() - began_s) / row.bits
+    return {"step_s": round(step_s, 4), "losses": losses, "checksums": _of_all_ranks(checksum(model))}
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def _memory(device: torch.device, trainer: Trainer[Batch]) -> dict[str, Any]:
+    """The largest rank's peak on the device, what all have of the host, and estimates of rank 0."""
+    taken = _of_all_ranks(memory(device))
+    gpu_gb = [of["gpu_peak_allocated_gb"] for of in taken]
+    return {"gpu_gb": None if None in gpu_gb else max(gpu_gb), "host_gb": round(sum(of["host_rss_gb"] for of in taken), 2),
+            "ranks_memory": taken, "memory_in_use": trainer.about().get("memory_in_use")}
+
+
+class _Unsettled:
+    """Whether any rank has made a plan lately, or still tries ways of updating: the same on all.
+
+    Asked after each step. The ranks tell each other after every tenth, so that the steps between,
+    which plans go by, are not held up.
+    """
+
+    def __init__(self, trainer: Trainer[Batch]) -> None:
+        self._trainer = trainer
+        self._group = distributed.new_group(backend="gloo")
+        self._asked = 0
+        self._plans = 0
+        self._any = True
+
+    def __call__(self) -> bool:
+        self._asked += 1
+        if self._asked % CALM_STEPS == 0:
+            plans = self._trainer.plans()
+            found = torch.tensor([plans != self._plans or self._trainer.tries()], dtype=torch.int64)
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
+            self._plans, self._any = plans, bool(found)
+        return self._any
+
+
+def _in_words(plan: Mapping[str, Any] | None) -> str | None:
+    if plan is None:
+        return None
+    shares = " / ".join(f"{share:.0%} {name}" for name, share in plan["share"].items())
+    return f"k={plan['k']} of {plan['units']}, {shares}"
+
+
+def _model_of(row: RankRow, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and further options of ours.
+
+    A Llama with weights in shards is whole on no device at any time: its values come from a loader.
+    """
+    if row.name == "sharded" and not families.is_family(row.size):
+        model = llama.build(row.size, row.sequence, device, torch.bfloat16, row.checkpointing, on_meta=True)
+        return model, {"device": device, "loader": llama.drawn_by_name(model, device)}
+    dtype = torch.float32 if row.name.startswith("fsdp2") else torch.bfloat16
+    return build(row.size, row.sequence, device, dtype, row.checkpointing), {}
+
+
+def _trainer(row: RankRow, more: Mapping[str, Any], model: nn.Module, device: torch.device) -> Trainer[Batch]:
+    mode = "zero_offload" if row.name in ZERO_STAGES else "floor"
+    case = Case(mode, row.size, row.batch, row.sequence, clip=1.0 if row.name == "clipped" else None)
+    if row.name in OURS:
+        options = {**OURS[row.name], **dict(map(option_of, row.options)), **more}
+        return loops.ours(model, backward_of(case, model, device), options)
+    if row.options:
+        raise CannotRun(f"--option is for ours, row {row.name} has none; found {', '.join(row.options)}")
+    if row.name in ZERO_STAGES:
+        return peers.zero_offload(case, model, device, ZERO_STAGES[row.name])
+    if row.name.startswith("fsdp2"):
+        return peers.fsdp2(case, model, device, offload=row.name == "fsdp2_offload")
+    if row.name == "by_hand":
+        return loops.on_device(model, _averaged(model, backward_of(case, model, device)), foreach=True)
+    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    backward = backward_of(case, ddp, device)
+    return loops.floor(ddp, backward) if row.name == "floor" else loops.on_device(ddp, backward, fused=True)
+
+
+def _averaged(model: nn.Module, backward: Step) -> Step:
+    """And each gradient is averaged over the ranks, one after the other: the bits of ours."""
+    size = distributed.get_world_size()
+
+    def averaged(batch: Batch) -> torch.Tensor:
+        loss = backward(batch)
+        for parameter in trained(model):
+            if parameter.grad is not None:
+                parameter.grad.div_(size)
+                distributed.all_reduce(parameter.grad)
+        return loss
+
+    return averaged
+
+
+def arguments_of(row: RankRow) -> Sequence[str]:
+    """What `python -m benchmarks ranks` takes to be one rank of this row."""
+    words = ["--rank-of", row.name, "--size", row.size, "--batch", row.batch, "--sequence", row.sequence, "--window", row.window,
+             "--warmup", row.warmup, "--bits", row.bits]
+    options = [word for option in row.options for word in ("--option", option)]
+    return [*map(str, words), *(["--checkpointing"] if row.checkpointing else []), *options]
