@@ -113,8 +113,10 @@ def run(row: RankRow, turn: Path | None, look: Look) -> None:
         print(json.dumps(found), flush=True)
     if look.trace is not None and row.name in OURS:
         drawn(model, lambda: trainer.step(next(of_rank)), trainer.finish, [look.trace] if rank == 0 else [], barrier=False)
-        if rank == 0:
-            print(hytrain_fx.explain(model).details(), flush=True)
+        for other in range(size):
+            distributed.barrier()
+            if rank == other:
+                print(f"rank {rank}\n{hytrain_fx.explain(model).details()}", flush=True)
     distributed.barrier()
     os._exit(0)  # threads of a group, or of an engine, may keep the process from ending
 
@@ -214,7 +216,11 @@ def _model_of(row: RankRow, device: torch.device) -> tuple[nn.Module, dict[str, 
         model = llama.build(row.size, row.sequence, device, torch.bfloat16, row.checkpointing, on_meta=True)
         return model, {"device": device, "loader": llama.drawn_by_name(model, device)}
     dtype = torch.float32 if row.name.startswith("fsdp2") else torch.bfloat16
-    return build(row.size, row.sequence, device, dtype, row.checkpointing), {}
+    model = build(row.size, row.sequence, device, dtype, row.checkpointing)
+    if row.bits and not families.is_family(row.size):
+        draw = llama.drawn_by_name(model, device)  # the values that a loader gives, as rows are compared
+        model.load_state_dict({name: draw(name) for name in model.state_dict()})
+    return model, {}
 
 
 def _trainer(row: RankRow, more: Mapping[str, Any], model: nn.Module, device: torch.device) -> Trainer[Batch]:

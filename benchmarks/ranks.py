@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--out", type=Path, default=Path("ranks.json"), help="the rows; what each of them prints is beside it")
     parser.add_argument("--look", action="store_true",
-                        help="ours: explain's text and three recorded steps of rank 0 go to the row's log, and a Chrome trace beside it")
+                        help="ours: each rank's last recorded step and explain's text go to the row's log, and rank 0's Chrome trace beside it")
     parser.add_argument("--rank-of", choices=ROWS, default=None, help=argparse.SUPPRESS)  # what torchrun starts
     parser.add_argument("--turn", type=Path, default=None, help=argparse.SUPPRESS)
 

@@ -81,7 +81,7 @@ class FirstWeights:
             read_into(parameter.detach(), awaited, meta, self._source)
             if self._compares:
                 assert awaited.name is not None
-                self._tell(awaited.name, parameter.detach().cpu())
+                self._tell(awaited.name, parameter.detach())
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class FirstWeights:
 
     def _tell(self, name: str, values: torch.Tensor) -> None:
         if self._compares:
-            memory: Any = flat_memory(values).view(torch.uint8).numpy()
+            memory: Any = flat_memory(values).view(torch.uint8).cpu().numpy()
             self._told.append(f"{name} with the digest {hashlib.sha256(memory).hexdigest()[:16]}")
 
     def done(self) -> None:

@@ -21,7 +21,8 @@ take longer than with all states on the device; updates begin differently from w
 solved for; updates of both kinds end apart. All of them share one `Patience`. The first four solve
 k again. The last one moves the streamed share, and solves k only where the profile contradicts it.
 Where updates end together, the caller may say that streaming all states is untried. All of them
-wait while looks have taken more than their share of the time.
+wait while looks have taken more than their share of the time. What several ranks try begins and
+ends where they have agreed on it (`agreed_trials`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.planning.watches import REST_STEPS, Lengths, Patience, Promise, StepReport
+from hytrain_fx.planning.agreed_trials import Told
+from hytrain_fx.planning.watches import REST_STEPS, Lengths, Patience, Promise, StepReport, Trial
 
 _ENDS_STEPS = 4  # steps between two looks at when updates end
 # steps in a row in which the runtime works differently from what the plan was solved for
@@ -194,6 +196,8 @@ class Controller:
         self._measured_for: set[Event] = set()
         self._doubt_paid = False  # whether another plan came of it
         self._otherwise = 0  # steps in a row in which the runtime worked differently
+        self._wish: str | None = None  # why all states on the device would be tried, if other ranks would too
+        self._ended: Trial | None = None  # of this rank, while other ranks still try
         self._retry = 0  # count of finished steps from which steps are measured again, after errors
 
     @property
@@ -205,6 +209,15 @@ class Controller:
     def hope(self) -> float:
         """By how much predictions for states on the host were too short, as a trial has shown."""
         return self._promise.hope
+
+    @property
+    def told(self) -> Told:
+        """What other ranks are told of trials."""
+        if self.state is not State.TRYING:
+            return Told.WANTS_ON_DEVICE if self._wish else Told.NOTHING
+        if self._ended is None:
+            return Told.TRIES
+        return Told.TRIES | (Told.PAID if self._ended.paid else Told.VAIN)
 
     def saw(self, report: StepReport) -> Decision:
         """A step has ended."""
@@ -222,6 +235,8 @@ class Controller:
             event = Event.REFUSED
         state, action = TRANSITIONS[self.state, event]
         was, self.state = self.state, state
+        if state is not was:
+            self._wish = self._ended = None
         if state is not was:
             self._since = self._report.steps_done
         if event not in _QUIET and (event in _RULES[was]) and (state is not was or event is not Event.TOGETHER):
@@ -250,14 +265,18 @@ class Controller:
 
     def _tried(self, report: StepReport) -> tuple[Event, str]:
         self._promise.saw(report)
-        ended = self._promise.trial()
-        if ended is None:
+        self._ended = ended = self._ended or self._promise.trial()
+        paid = None if ended is None else ended.paid if report.agreed is None else report.agreed.paid
+        if ended is None or paid is None:
             return Event.STEPPED, ""
-        return Event.PAID if ended.paid else Event.VAIN, ended.why
+        why = ended.why if paid == ended.paid else f"{ended.why} here, and it was not so on another rank: all went back"
+        return Event.PAID if paid else Event.VAIN, why
 
     def _watched(self, report: StepReport) -> tuple[Event, str]:
         """The first of the five reasons that applies."""
         self._promise.saw(report)
+        if self._wish and report.agreed and report.agreed.begins is Told.WANTS_ON_DEVICE:
+            return Event.DOUBT_CONFIRMED, self._wish
         if report.follows_ends:
             self._otherwise = self._otherwise + 1 if report.discipline != self.solved_for else 0
         if not report.may_look:
@@ -270,6 +289,7 @@ class Controller:
             self.patience = Patience() if change.is_new else self.patience.doubled()
             return Event.LENGTHS, change.why
         keeps = self._promise.judged(report, self.patience)
+        self._wish = None if keeps else self._wish
         if keeps and Event.DOUBTED in self._measured_for:
             self._measured_for.discard(Event.DOUBTED)
             self.patience = self.patience if self._doubt_paid else self.patience.doubled()
@@ -284,7 +304,11 @@ class Controller:
     def _doubted(self, report: StepReport) -> tuple[Event, str]:
         why = self._promise.broken_why(report)
         if Event.DOUBTED in self._measured_for:
-            return Event.DOUBT_CONFIRMED, f"{why}, also with times measured again, so that is tried"
+            why = f"{why}, also with times measured again, so that is tried"
+            if report.agreed is None:
+                return Event.DOUBT_CONFIRMED, why
+            self._wish = why
+            return Event.STEPPED, ""
         return Event.DOUBTED, f"{why}, so times were measured again"
 
     # ---- what patience and the watches make of it ----

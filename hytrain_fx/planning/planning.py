@@ -28,6 +28,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.planning.agreed_trials import AGREE_STEPS, Agreed, Told, to_tell
 from hytrain_fx.planning.aside import Aside, Delay
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
@@ -40,6 +41,7 @@ from hytrain_fx.planning.stream_trial import StreamTrial
 from hytrain_fx.planning.watches import FinishedStep, StepReport
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.memory import total_bytes
+from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 
 # The first step compiles, the second is still cold: neither is measured.
@@ -65,17 +67,17 @@ class Planning:
 
     last                what the session told of the last step
     verdict             why states moved or stayed when the plan was last solved again
-    read_us, solve_us   how long the launching thread was held up to read the last times, and to
-                        make the last plan
+    read_us, solve_us   how long reading the last times, and making the last plan, held up the loop
     recording, held     no plan is made from what steps show: inside hytrain_fx.record(); up to the
                         step of this number, as the CPU trains a share that plans do not know of
     captured_steps      steps with a captured backward, so far
     """
 
     def __init__(
-        self, config: Config, table: ParameterTable, registered: Sequence[Unit], states: StateStore, engine: Engine, marks: StepMarks
+        self, config: Config, table: ParameterTable, registered: Sequence[Unit], states: StateStore, engine: Engine, marks: StepMarks,
+        ranks: Ranks | None
     ) -> None:
-        self._config, self._table, self._states, self._engine, self._marks = config, table, states, engine, marks
+        self._config, self._table, self._states, self._engine, self._marks, self._ranks = config, table, states, engine, marks, ranks
         self.units = ModelUnits(table, registered, states)
         self._sizes = StateSizes(table, states)
         self._moves = MoveCosts(self._sizes, states)
@@ -86,8 +88,7 @@ class Planning:
         self.profile: Profile | None = None
         self.verdict: Verdict | None = None
         self.read_us = self.solve_us = 0.0
-        self.recording, self.held = False, 0
-        self.captured_steps = 0
+        self.recording, self.held, self.captured_steps = False, 0, 0
         self._reader = StepReader(engine, marks, self.units.time_fetches)
         self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Delay()
         self.last = FinishedStep()
@@ -95,6 +96,7 @@ class Planning:
         self.guard = GUARD
         self._saw_streaming = False  # in the steps that the profile was made from
         self._before_trial: Plan | None = None
+        self._untried: Plan | None = None  # that other ranks would have to try, too
 
     # ---- what the session asks ----
 
@@ -143,17 +145,18 @@ class Planning:
     # ---- after a step ----
 
     def after_step(self, step: FinishedStep) -> None:
-        """Measure the step, and do what the controller decides. Raises nothing."""
+        """Measure the step, and do what the controller decides. Raises RankError alone."""
         self.last = step
+        agreed = self._agreed()
         with self.aside("measuring a step"):
             try:
-                self._after_step()
+                self._after_step(agreed)
             except Exception as error:
                 if self._due is None:  # else the next forward decides
                     self.do(self.controller.hear(Event.FAILED, f"measuring a step failed ({type(error).__name__})"))
                 raise
 
-    def _after_step(self) -> None:
+    def _after_step(self, agreed: Agreed | None) -> None:
         self.captured_steps += self._marks.captured
         if self.recording or self.last.steps_done <= self.held:  # what was measured before is lost, and is measured again later
             self.do(self.controller.hear(Event.LOST, "steps were recorded or shared meanwhile"))
@@ -161,14 +164,25 @@ class Planning:
         if self._reader.is_reading:
             self._reader.step_ended()
         if self._due is None:
-            self.do(self.controller.saw(self._report()))
+            self.do(self.controller.saw(self._report(agreed)))
+            if self._untried and agreed and agreed.begins is Told.WANTS_STREAMED:
+                self._begin_streaming(self._untried)
+
+    def _agreed(self) -> Agreed | None:
+        """What all ranks do at this step; None: there is one. Each comes here at every step."""
+        if not self._ranks or self.last.steps_done % AGREE_STEPS:
+            return Agreed() if self._ranks else None
+        solves = self.solver.solves and self.controller.state is not State.FIXED
+        found = to_tell(self.controller.told, self.plan if solves else None, untried=self._untried is not None,
+                        busy=self.recording or self._due is not None)
+        return Agreed.by(self._ranks.tell_number("what plans to try", found))
 
     @property
     def _can_measure(self) -> bool:
         """Whether the last step ran captured graphs, and those before were not all cold."""
         return self._marks.captured and self.captured_steps >= _COLD_STEPS
 
-    def _report(self) -> StepReport:
+    def _report(self, agreed: Agreed | None) -> StepReport:
         done, reading = self.last.steps_done, self._reader.is_reading
         complete = reading and self._reader.steps >= self._config.warmup_steps
         if complete:
@@ -188,6 +202,7 @@ class Planning:
             ends_seen=self._balancing.fresh, may_look=self._looks.is_little,
             predicted_us=self.plan.predicted.get("step_us"),
             all_on_device_us=None if reading else self._all_on_device_us(),
+            agreed=agreed,
         )
 
     @property
@@ -265,8 +280,15 @@ class Planning:
             return
         predict = partial(self.solver.predicted, discipline=self.discipline)
         found = self._stream_trial.plan(self.plan, self.units(), self.last.steps_us, predict)
-        if found is not None and self.controller.hear(Event.UNTRIED, found.notes[-1]).action is Action.PLACE:
-            self._before_trial, self._due = self.plan, _Due(Event.PLACED, found)
+        if found is not None and self._ranks:
+            self._untried = found
+        elif found is not None:
+            self._begin_streaming(found)
+
+    def _begin_streaming(self, plan: Plan) -> None:
+        if self._due is None and self.controller.hear(Event.UNTRIED, plan.notes[-1]).action is Action.PLACE:
+            self._stream_trial.begun()
+            self._before_trial, self._due = self.plan, _Due(Event.PLACED, plan)
 
     # ---- before a forward ----
 
@@ -370,6 +392,7 @@ class Planning:
             self._looks = Delay()  # at other plans than this first one
         self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)
         self.history.append(new)
+        self._untried = None
         self._marks.clear()
         self._balancing.restart(new)
         self._stream_trial.restart(new)

@@ -54,9 +54,13 @@ class StreamTrial:
         predicted_us = found.predicted["step_us"]
         if predicted_us > (1 - _GAIN) * now_us:
             return None
-        self._k, self._runs = present.k, True
+        self._k = present.k
         told = f"steps take {time_text(now_us)}; with {why} they were predicted at {time_text(predicted_us)}, so that is tried"
         return replace(found, notes=(*found.notes, told))
+
+    def begun(self) -> None:
+        """The plan that `plan` gave is put in force."""
+        self._runs = True
 
     def ended(self, *, paid: bool) -> None:
         """A trial has ended, this one or another."""

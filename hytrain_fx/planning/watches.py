@@ -19,6 +19,7 @@ from statistics import median
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.replan import LATEST, SHIFT, drifted, shifted
 from hytrain_fx.ir.figures import time_text
+from hytrain_fx.planning.agreed_trials import Agreed
 
 PROMISE_STEPS = 8  # steps whose median is compared with the promise
 REST_STEPS = 500  # steps after a trial, until the promise is doubted again
@@ -80,6 +81,7 @@ class StepReport:
     predicted_us      of the plan in force; None where nothing is predicted
     all_on_device_us  predicted for all states on the device; None where they do not fit, rest there
                       already, or are not compared with
+    agreed            what several ranks do at this step; None: there is one
     """
 
     steps_done: int
@@ -94,6 +96,7 @@ class StepReport:
     may_look: bool = True
     predicted_us: float | None = None
     all_on_device_us: float | None = None
+    agreed: Agreed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Session:
                                         reads_at_once=self.table.device.type == "cpu")
         self.finite_steps.use(self.config.on_nonfinite)
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
-        self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks)
+        self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks, self.ranks)
         self.resources.allocate(self.planning.first_placement(), self.ranks)
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
         copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32

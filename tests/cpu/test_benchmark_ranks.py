@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import psutil
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.case import Case
+from benchmarks.case import CannotRun, Case
 from benchmarks.machine import machine
-from benchmarks.peers import zero_offload_config
 from benchmarks.one_rank import ZERO_STAGES
+from benchmarks.peers import zero_offload_config
 from benchmarks.ranks import ranks_markdown, rows_in
+from benchmarks.turns import Rounds
 from hytrain_fx.forecast.bench import process
 from hytrain_fx.forecast.bench.process import lacked_memory, run_to_end, why_none
 
@@ -33,10 +35,11 @@ def row(name: str, step_s: float, **more: Any) -> dict[str, Any]:
 def test_a_row_is_compared_with_its_floor() -> None:
     """One that failed says why; one of another workload has no floor."""
     failed = {"row": "ddp", "workload": "3b, 4 x 2048, 2 ranks", "machine": machine(), "error": "out of memory"}
-    rows = {"a": row("floor", 0.2), "b": row("host", 0.3, plan="k=0"), "c": failed, "d": row("host", 0.9, workload="7b")}
+    host, other = row("host", 0.3, plan="k=0", predicted_step_s=0.28), row("host", 0.9, workload="7b")
+    rows = {"a": row("floor", 0.2), "b": host, "c": failed, "d": other}
     table = ranks_markdown(rows)
-    assert "| host | 3b, 4 x 2048, 2 ranks | 0.3000 | 0.0% | 1.500 | 40.0 | 90.0 | k=0 |" in table
-    assert "| ddp | 3b, 4 x 2048, 2 ranks | out of memory | - | - | - | - | - |" in table
+    assert "| host | 3b, 4 x 2048, 2 ranks | 0.3000 | 0.0% | 1.500 | 0.2800 | 40.0 | 90.0 | k=0 |" in table
+    assert "| ddp | 3b, 4 x 2048, 2 ranks | out of memory | - | - | - | - | - | - |" in table
     assert "| host | 7b | 0.9000 | 0.0% | - |" in table
 
 
@@ -45,13 +48,54 @@ def test_a_row_is_compared_with_its_floor() -> None:
 def test_two_ranks_make_a_row(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On CPUs; a second call finds it in the file."""
     out = tmp_path / "ranks.json"
-    log = tmp_path / f"ranks.{name}.log"
+    log = tmp_path / f"ranks.{name}_tiny_1_x_16.log"
     for times in range(2):
         assert main([*LINE, "--rows", name, "--out", str(out)]) == 0
         assert f"| {name} | tiny, 1 x 16, 2 ranks | 0." in capsys.readouterr().out
         assert (log.read_text() == "not run again") is (times == 1)
         log.write_text("not run again")
-    assert json.loads(out.read_text())[f"{name} tiny 1x16 on 2"]["window_steps"] == 1
+    assert json.loads(out.read_text())[f"{name} tiny, 1 x 16 on 2"]["window_steps"] == 1
+
+
+@pytest.mark.sample(0)
+def test_rows_of_a_file_take_turns_and_have_the_bits_of_averaging_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where weights are in shards. Two at a time compile, and no file of a turn stays."""
+    lines = [f"{of} tiny --batch 1 --sequence 16 --bits 3" for of in ("by_hand", "host", "sharded --option gpu_states=0.5")]
+    (tmp_path / "asked.rows").write_text("\n".join(["# bits", *lines]))
+    assert main(["ranks", "--file", str(tmp_path / "asked.rows"), "--together", "2", "--out", str(tmp_path / "ranks.json")]) == 0
+    printed = capsys.readouterr().out
+    for of in ("by_hand", "host", "sharded gpu_states=0.5"):
+        assert f"| {of} | tiny, 1 x 16, 3 steps for their bits, 2 ranks | " in printed
+    assert printed.count("its bits") == 3, printed
+    assert not list(tmp_path.glob("*.turn*"))
+
+
+@pytest.mark.parametrize(("line", "found"), [("hosts tiny", "hosts"), ("host", "size"), ("host tiny --batch x", "x")])
+def test_a_wrong_line_is_named(line: str, found: str) -> None:
+    """With its number."""
+    with pytest.raises(CannotRun, match=f"line 2, .*{found}"):
+        list(rows_in(f"floor tiny\n{line}"))
+
+
+def test_rows_compile_in_rounds_and_are_timed_alone() -> None:
+    """The second waits while the first is timed; a third does not begin before both were."""
+    rounds = Rounds()
+    rounds.begin()
+    rounds.begin()
+    rounds.compiled()
+    assert not rounds.is_next(), "the other one compiles"
+    rounds.compiled()
+    assert rounds.is_next()
+    assert not rounds.is_next(), "the other one is timed"
+    begun = threading.Thread(target=rounds.begin)
+    begun.start()
+    rounds.end(compiled=True, timed=True)
+    assert rounds.is_next()
+    begun.join(0.1)
+    assert begun.is_alive()
+    rounds.end(compiled=True, timed=True)
+    begun.join(5.0)
+    assert not begun.is_alive()
 
 
 def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +129,10 @@ def test_without_deepspeed_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.M
     printed = capsys.readouterr().out
     assert "| zero3_offload | tiny, 1 x 16, 2 ranks | mode zero_offload needs deepspeed, which cannot be imported here" in printed
     assert "| floor | tiny, 1 x 16, 2 ranks | 0." in printed
-    (tmp_path / "ranks.floor.log").write_text("not run again")
+    log = tmp_path / "ranks.floor_tiny_1_x_16.log"
+    log.write_text("not run again")
     assert main([*LINE, "--rows", "floor", "--out", str(tmp_path / "ranks.json")]) == 0
-    assert (tmp_path / "ranks.floor.log").read_text() == "not run again"
+    assert log.read_text() == "not run again"
 
 
 def test_the_error_of_a_rank_is_told() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.planning.agreed_trials import Agreed
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event
 from hytrain_fx.planning.watches import StepReport
 
@@ -56,7 +57,7 @@ class Program:
 
     def step(
         self, us: float = 1000.0, *, works: Discipline = USUAL, streams: bool = False, all_us: float | None = None,
-        predicted_us: float | None = None, captured: bool = True,
+        predicted_us: float | None = None, captured: bool = True, agreed: Agreed | None = None,
     ) -> Decision:
         """One step, and what follows from it."""
         self.done += 1
@@ -68,7 +69,7 @@ class Program:
         return self._do(self.controller.saw(StepReport(
             self.done, tuple(self._us[-31:]), works, can_measure=captured and self.done >= COLD_STEPS,
             complete=self._measured is not None and self._measured >= self.window, follows_ends=streams, ends_seen=self._ends,
-            may_look=self.may_look, predicted_us=predicted_us, all_on_device_us=all_us)))
+            may_look=self.may_look, predicted_us=predicted_us, all_on_device_us=all_us, agreed=agreed)))
 
     def steps(self, count: int, us: float = 1000.0, *, works: Discipline = USUAL, streams: bool = False) -> None:
         """`count` equal steps."""

@@ -78,6 +78,9 @@ def test_what_paid_stays_until_another_k_comes() -> None:
     assert not keeps(trial)
     assert tried(trial, level(), 1e9) is not None
     trial.ended(paid=True)
+    assert not keeps(trial), "it was only proposed"
+    trial.begun()
+    trial.ended(paid=True)
     trial.restart(level(1.0))
     assert keeps(trial)
     trial.restart(level(k=2))
