@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--out", type=Path, default=Path("ranks.json"), help="the rows; what each of them prints is beside it")
     parser.add_argument("--look", action="store_true",
-                        help="ours: each rank's last recorded step and explain's text go to the row's log, and rank 0's Chrome trace beside it")
+                        help="ours: a recorded step and explain's text of each rank go to the row's log, and a Chrome trace beside it")
     parser.add_argument("--rank-of", choices=ROWS, default=None, help=argparse.SUPPRESS)  # what torchrun starts
     parser.add_argument("--turn", type=Path, default=None, help=argparse.SUPPRESS)
 
@@ -188,7 +188,11 @@ def _measure(asked: Sequence[tuple[RankRow, Ask]], rows: dict[str, dict[str, Any
                 arguments.out.write_text(json.dumps(rows, indent=1))
             print(f"{key(row)}: {found.get('error') or str(found['step_s']) + ' s a step'}", flush=True)
 
-    in_threads(run_rows, range(arguments.together), waiting.clear)
+    def stop() -> None:
+        waiting.clear()
+        rounds.stop()
+
+    in_threads(run_rows, range(arguments.together), stop)
 
 
 def _row_of(row: RankRow, arguments: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:

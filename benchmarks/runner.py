@@ -131,8 +131,9 @@ def in_threads(work: Callable[[T], object], of: Sequence[T], stop: Callable[[], 
             list(pool.map(work, of))
         except BaseException:
             stop()
-            for child in psutil.Process().children():
-                child.kill()
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
             raise
 
 

@@ -119,12 +119,24 @@ class Rounds:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._compiling = self._waiting = self._timed = 0
+        self._stopped = False
 
     def begin(self) -> None:
-        """Before a row's process is started: return when no row is timed, or waits for it."""
+        """Before a row's process is started: return when no row is timed, or waits for it.
+
+        Raises CannotRun where no row is to begin any more.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._timed))
+            self._changed.wait_for(lambda: self._stopped or not (self._waiting or self._timed))
+            if self._stopped:
+                raise CannotRun("the rows were interrupted")
             self._compiling += 1
+
+    def stop(self) -> None:
+        """No row begins any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     def compiled(self) -> None:
         """The row has compiled."""

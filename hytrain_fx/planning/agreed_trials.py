@@ -10,7 +10,7 @@ Pure: what is told is a small number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -32,21 +32,21 @@ class Told(IntFlag):
     VAIN = 64  # they are no shorter
 
 
-_TRIAL = Told.TRIES | Told.PAID | Told.VAIN
+_WANTS = Told.WANTS_ON_DEVICE | Told.WANTS_STREAMED
 _KINDS = ((Told.WANTS_STREAMED, Told.HAS_STREAMED), (Told.WANTS_ON_DEVICE, Told.HAS_ON_DEVICE))
 
 
 def to_tell(controller: Told, plan: Plan | None, *, untried: bool, busy: bool) -> Told:
     """What a rank tells.
 
-    controller    of its trials, and whether it would try all states on the device
-    plan          in force; None: it stays
-    untried       whether it would stream all states on the host
-    busy          it is to begin nothing now
+    controller    what it says itself
+    plan          in force; None: none is solved
+    untried       whether all states on the host would be streamed
+    busy          nothing is to begin now
     """
     if plan is None:
-        return controller & _TRIAL | Told.HAS_ON_DEVICE | Told.HAS_STREAMED
-    found = controller & _TRIAL if busy else Told.WANTS_STREAMED if untried else controller
+        return Told.HAS_ON_DEVICE | Told.HAS_STREAMED
+    found = controller & ~_WANTS if busy else controller | (Told.WANTS_STREAMED if untried else Told.NOTHING)
     found |= Told.NOTHING if plan.numel(Placement.CPU) else Told.HAS_STREAMED
     return found | (Told.NOTHING if any(map(plan.numel, (Placement.CPU, Placement.STREAM))) else Told.HAS_ON_DEVICE)
 
@@ -74,3 +74,14 @@ class Agreed:
             if any(of & wants for of in told) and all(of & (wants | there) for of in told):
                 return cls(begins=wants)
         return cls()
+
+
+class AgreedTrials:
+    """Those of one session and the others of its ranks. `tell` gives what each rank has told."""
+
+    def __init__(self, tell: Callable[[str, int], Sequence[int]]) -> None:
+        self._tell = tell
+
+    def at(self, steps_done: int, told: Told) -> Agreed:
+        """What all ranks do after this step. Each comes here at every step; raises RankError."""
+        return Agreed() if steps_done % AGREE_STEPS else Agreed.by(self._tell("what plans to try", told))

@@ -213,6 +213,8 @@ class Controller:
     @property
     def told(self) -> Told:
         """What other ranks are told of trials."""
+        if self.state is State.FIXED:
+            return Told.HAS_ON_DEVICE | Told.HAS_STREAMED
         if self.state is not State.TRYING:
             return Told.WANTS_ON_DEVICE if self._wish else Told.NOTHING
         if self._ended is None:

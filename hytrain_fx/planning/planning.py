@@ -28,7 +28,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import PlacedPiece, Plan
 from hytrain_fx.ir.profile import Profile
-from hytrain_fx.planning.agreed_trials import AGREE_STEPS, Agreed, Told, to_tell
+from hytrain_fx.planning.agreed_trials import Agreed, AgreedTrials, Told, to_tell
 from hytrain_fx.planning.aside import Aside, Delay
 from hytrain_fx.planning.balancing import Balancing
 from hytrain_fx.planning.controller import Action, Controller, Decision, Event, State
@@ -65,8 +65,7 @@ class _Due:
 class Planning:
     """Makes the plans; the session that owns it puts them in force.
 
-    last                what the session told of the last step
-    verdict             why states moved or stayed when the plan was last solved again
+    last, verdict       what the session told of the last step; why states moved or stayed lately
     read_us, solve_us   how long reading the last times, and making the last plan, held up the loop
     recording, held     no plan is made from what steps show: inside hytrain_fx.record(); up to the
                         step of this number, as the CPU trains a share that plans do not know of
@@ -77,7 +76,7 @@ class Planning:
         self, config: Config, table: ParameterTable, registered: Sequence[Unit], states: StateStore, engine: Engine, marks: StepMarks,
         ranks: Ranks | None
     ) -> None:
-        self._config, self._table, self._states, self._engine, self._marks, self._ranks = config, table, states, engine, marks, ranks
+        self._config, self._table, self._states, self._engine, self._marks = config, table, states, engine, marks
         self.units = ModelUnits(table, registered, states)
         self._sizes = StateSizes(table, states)
         self._moves = MoveCosts(self._sizes, states)
@@ -91,12 +90,12 @@ class Planning:
         self.recording, self.held, self.captured_steps = False, 0, 0
         self._reader = StepReader(engine, marks, self.units.time_fetches)
         self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Delay()
+        self._agreed_trials = AgreedTrials(ranks.tell_number) if ranks else None
         self.last = FinishedStep()
         self._due: _Due | None = None
         self.guard = GUARD
         self._saw_streaming = False  # in the steps that the profile was made from
         self._before_trial: Plan | None = None
-        self._untried: Plan | None = None  # that other ranks would have to try, too
 
     # ---- what the session asks ----
 
@@ -147,7 +146,9 @@ class Planning:
     def after_step(self, step: FinishedStep) -> None:
         """Measure the step, and do what the controller decides. Raises RankError alone."""
         self.last = step
-        agreed = self._agreed()
+        told = to_tell(self.controller.told, self.plan if self.solver.solves else None, untried=self._stream_trial.untried is not None,
+                       busy=self.recording or self._due is not None)
+        agreed = self._agreed_trials.at(step.steps_done, told) if self._agreed_trials else None
         with self.aside("measuring a step"):
             try:
                 self._after_step(agreed)
@@ -165,17 +166,8 @@ class Planning:
             self._reader.step_ended()
         if self._due is None:
             self.do(self.controller.saw(self._report(agreed)))
-            if self._untried and agreed and agreed.begins is Told.WANTS_STREAMED:
-                self._begin_streaming(self._untried)
-
-    def _agreed(self) -> Agreed | None:
-        """What all ranks do at this step; None: there is one. Each comes here at every step."""
-        if not self._ranks or self.last.steps_done % AGREE_STEPS:
-            return Agreed() if self._ranks else None
-        solves = self.solver.solves and self.controller.state is not State.FIXED
-        found = to_tell(self.controller.told, self.plan if solves else None, untried=self._untried is not None,
-                        busy=self.recording or self._due is not None)
-        return Agreed.by(self._ranks.tell_number("what plans to try", found))
+            if agreed and agreed.begins is Told.WANTS_STREAMED:
+                self._begin_streaming()
 
     @property
     def _can_measure(self) -> bool:
@@ -201,7 +193,7 @@ class Planning:
             follows_ends=follows,
             ends_seen=self._balancing.fresh, may_look=self._looks.is_little,
             predicted_us=self.plan.predicted.get("step_us"),
-            all_on_device_us=None if reading else self._all_on_device_us(),
+            all_on_device_us=self.solver.on_device_us(None if reading else self.profile, self.guard, self.discipline, self.plan),
             agreed=agreed,
         )
 
@@ -210,16 +202,6 @@ class Planning:
         """Whether the streamed share follows what running steps show."""
         is_open = self.controller.state is not State.FIXED and not self._stream_trial.kept
         return is_open and self.solver.solves_share and 0.0 < streamed_share(self.plan) < 1.0
-
-    def _all_on_device_us(self) -> float | None:
-        """Predicted for all states on the device, where steps are compared with it.
-
-        None on a CPU, whose steps are too uneven.
-        """
-        if self.profile is None or self._table.device.type != "cuda" or not self.solver.solves or not self._config.replan_every:
-            return None
-        of_all = self.solver.all_on_device(self.profile, self.guard, self.discipline)
-        return None if of_all is None or of_all.rows == self.plan.rows else of_all.predicted["step_us"]
 
     def do(self, decision: Decision) -> None:
         """What the controller has decided."""
@@ -279,16 +261,15 @@ class Planning:
         if self._table.device.type != "cuda" or self.last.tries:  # a CPU's steps are too uneven
             return
         predict = partial(self.solver.predicted, discipline=self.discipline)
-        found = self._stream_trial.plan(self.plan, self.units(), self.last.steps_us, predict)
-        if found is not None and self._ranks:
-            self._untried = found
-        elif found is not None:
-            self._begin_streaming(found)
+        self._stream_trial.look(self.plan, self.units(), self.last.steps_us, predict)
+        if not self._agreed_trials:
+            self._begin_streaming()
 
-    def _begin_streaming(self, plan: Plan) -> None:
-        if self._due is None and self.controller.hear(Event.UNTRIED, plan.notes[-1]).action is Action.PLACE:
+    def _begin_streaming(self) -> None:
+        found = self._stream_trial.untried
+        if found and not self._due and self.controller.hear(Event.UNTRIED, found.notes[-1]).action is Action.PLACE:
             self._stream_trial.begun()
-            self._before_trial, self._due = self.plan, _Due(Event.PLACED, plan)
+            self._before_trial, self._due = self.plan, _Due(Event.PLACED, found)
 
     # ---- before a forward ----
 
@@ -392,7 +373,6 @@ class Planning:
             self._looks = Delay()  # at other plans than this first one
         self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)
         self.history.append(new)
-        self._untried = None
         self._marks.clear()
         self._balancing.restart(new)
         self._stream_trial.restart(new)

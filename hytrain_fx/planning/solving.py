@@ -118,6 +118,16 @@ class Solver:
             self._of_all = (profile, self._all_on_device(profile, guard, discipline))
         return self._of_all[1]
 
+    def on_device_us(self, profile: Profile | None, guard: float, discipline: Discipline, present: Plan) -> float | None:
+        """Predicted for all states on the device, where steps under a plan are compared with it.
+
+        None without times, and on a CPU, whose steps are too uneven.
+        """
+        if profile is None or self._device.type != "cuda" or not self.solves or not self._config.replan_every:
+            return None
+        of_all = self.all_on_device(profile, guard, discipline)
+        return None if of_all is None or of_all.rows == present.rows else of_all.predicted["step_us"]
+
     def at(self, k: int, profile: Profile, guard: float, discipline: Discipline) -> Plan:
         """The plan with k leading units on the device, or as many as memory allows, none streamed.
 

@@ -26,9 +26,14 @@ _GAIN: Final = 0.05  # share of a step that it must be predicted to bring
 
 
 class StreamTrial:
-    """Of one session, once for each k. `kept`: all states stay streamed since."""
+    """Of one session, once for each k.
+
+    untried   the plan to try instead of the present one; None: there is none, or it was tried
+    kept      all states stay streamed since a trial
+    """
 
     def __init__(self) -> None:
+        self.untried: Plan | None = None
         self.kept = False
         self._runs = False
         self._undisturbed: Profile | None = None
@@ -39,28 +44,30 @@ class StreamTrial:
         if not streaming:
             self._undisturbed = profile
 
-    def plan(
+    def look(
         self, present: Plan, units: Sequence[Unit], steps_us: Sequence[float], predict: Callable[[Profile, Plan], Plan]
-    ) -> Plan | None:
-        """The plan to try instead of the present one; None where there is none, or it was tried.
+    ) -> None:
+        """Find the plan to try.
 
         steps_us   lengths of the last steps, newest last
         predict    gives a plan with its prediction by a profile
         """
-        if self._undisturbed is None or self._k == present.k or len(steps_us) < _SEEN or not 0 < streamed_share(present) < 1:
-            return None
+        known = self.untried or self._undisturbed is None or self._k == present.k
+        if known or len(steps_us) < _SEEN or not 0 < streamed_share(present) < 1:
+            return
+        assert self._undisturbed is not None
         now_us, why = median(steps_us[-_SEEN:]), "all states on the host are streamed"
         found = predict(self._undisturbed, with_share(present, units, 1.0, why))
         predicted_us = found.predicted["step_us"]
         if predicted_us > (1 - _GAIN) * now_us:
-            return None
-        self._k = present.k
+            return
         told = f"steps take {time_text(now_us)}; with {why} they were predicted at {time_text(predicted_us)}, so that is tried"
-        return replace(found, notes=(*found.notes, told))
+        self.untried = replace(found, notes=(*found.notes, told))
 
     def begun(self) -> None:
-        """The plan that `plan` gave is put in force."""
-        self._runs = True
+        """It is put in force."""
+        assert self.untried is not None
+        self._k, self._runs, self.untried = self.untried.k, True, None
 
     def ended(self, *, paid: bool) -> None:
         """A trial has ended, this one or another."""
@@ -68,4 +75,5 @@ class StreamTrial:
 
     def restart(self, plan: Plan) -> None:
         """Another plan is in force."""
+        self.untried = None
         self.kept = self.kept and plan.k == self._k

@@ -96,6 +96,9 @@ def test_rows_compile_in_rounds_and_are_timed_alone() -> None:
     rounds.end(compiled=True, timed=True)
     begun.join(5.0)
     assert not begun.is_alive()
+    rounds.stop()
+    with pytest.raises(CannotRun, match="interrupted"):
+        rounds.begin()
 
 
 def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,11 @@ def level(share: float = 0.5, k: int = 0) -> Plan:
 
 
 def tried(trial: StreamTrial, plan: Plan, step_us: float) -> Plan | None:
-    return trial.plan(plan, TASKS, [step_us] * 8, with_prediction)
+    trial.look(plan, TASKS, [step_us] * 8, with_prediction)
+    found = trial.untried
+    if found is not None:
+        trial.begun()
+    return found
 
 
 def keeps(trial: StreamTrial) -> bool:
@@ -68,7 +72,9 @@ def test_slow_links_are_not_tried() -> None:
     assert tried(StreamTrial(), level(), step_us) is None
     for share in (0.0, 1.0):
         assert tried(trial_of(FAST), level(share), step_us) is None
-    assert trial_of(FAST).plan(level(), TASKS, [step_us] * 3, with_prediction) is None
+    trial = trial_of(FAST)
+    trial.look(level(), TASKS, [step_us] * 3, with_prediction)
+    assert trial.untried is None
 
 
 def test_what_paid_stays_until_another_k_comes() -> None:
@@ -76,10 +82,12 @@ def test_what_paid_stays_until_another_k_comes() -> None:
     trial = trial_of(FAST)
     trial.ended(paid=True)
     assert not keeps(trial)
-    assert tried(trial, level(), 1e9) is not None
+    trial.look(level(), TASKS, [1e9] * 8, with_prediction)
     trial.ended(paid=True)
     assert not keeps(trial), "it was only proposed"
-    trial.begun()
+    trial.restart(level(0.4))
+    assert trial.untried is None
+    assert tried(trial, level(), 1e9) is not None
     trial.ended(paid=True)
     trial.restart(level(1.0))
     assert keeps(trial)

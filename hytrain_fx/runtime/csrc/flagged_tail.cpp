@@ -22,6 +22,8 @@ bool is_landing(const Row& row) {
          std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return chunk.is(ChunkState::AWAITED); });
 }
 
+}  // namespace
+
 // Likely times of what is to come in a backward that the device is in: landings come as far apart
 // as in the step before, the next one now. An event of the compute stream comes when the gradients
 // that were begun before it have. A norm's weight, which Inductor may read until the end, lands early
@@ -43,7 +45,9 @@ class Backward {
       by_mark_[row->landing_mark] = last_us;
       before = row;
     }
+    ends_us_ = last_us;
   }
+  double ends_us() const { return ends_us_; }
   double landed_us(const Row& row) const {
     const auto found = by_row_.find(row.index);
     return found == by_row_.end() ? now_us_ : found->second;
@@ -54,12 +58,10 @@ class Backward {
   }
 
  private:
-  double now_us_;
+  double now_us_, ends_us_;
   std::map<int, double> by_row_;
   std::map<uint64_t, double> by_mark_;
 };
-
-}  // namespace
 
 bool FlaggedTail::may_be_sent() const {
   if (state_.waiting == 0 || state_.has_failed() || !state_.ahead.empty()) return false;
@@ -74,8 +76,7 @@ bool FlaggedTail::may_be_sent() const {
 }
 
 // What is still to go: new weights, updated or not, then states.
-std::vector<LaneItem> FlaggedTail::items(double now_us) const {
-  const Backward backward(state_.rows, now_us);
+std::vector<LaneItem> FlaggedTail::items(const Backward& backward, double now_us) const {
   std::vector<LaneItem> items;
   for (const Row& row : state_.rows) {
     if (!row.awaits_copies()) continue;
@@ -116,10 +117,15 @@ void FlaggedTail::flag(const Key& key, int place) {
 
 std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
   const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us_;
-  const std::vector<LaneItem> all = items(now_us);
+  const Backward backward(state_.rows, now_us);
+  const std::vector<LaneItem> all = items(backward, now_us);
+  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us_, bytes_per_us_ / pace_.times(), backward.ends_us()};
+  const LaneOrder order = lane_order(all, rates, slots, now_us);
+  in_backward_ = order.in_backward;
+  planned_us_ = order.planned_us;
   std::vector<Upload> rest;
   int place = 0, hidden = 0;  // copies, one after the other
-  for (size_t i : lane_order(all, {state_.clock.params_per_us(), bytes_per_us_}, slots, now_us)) {
+  for (size_t i : order.items) {
     const LaneItem& item = all[i];
     const bool is_flagged = !item.is_states && !state_.chunk(item.key).is_updated();
     if (is_flagged) flag(item.key, ++place);
@@ -140,6 +146,7 @@ void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lo
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   follow(lane, commit, [&lane] { return lane.visits() == 0; }, lock);
   bytes_per_us_ = lane.bytes_per_us(bytes_per_us_);
+  pace_.saw(planned_us_, lane.backward_took_us());
   if (state_.commits == commit) state_.clock.streamed(state_.device->now_us());
   following_ = false;
 }

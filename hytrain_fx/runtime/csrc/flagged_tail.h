@@ -34,6 +34,8 @@
 
 namespace hytrain_fx {
 
+class Backward;
+
 class FlaggedTail {
  public:
   explicit FlaggedTail(EngineState& state) : state_(state) {}
@@ -48,13 +50,15 @@ class FlaggedTail {
   // states are on the device, for FinishTimes and to learn how fast the lane is.
   void await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock);
   void await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock);
+  // Of what take() gave: so much will have come when the backward ends.
+  size_t in_backward() const { return in_backward_; }
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }
   // Returns when no chunk is flagged, or when the engine has failed.
   void await_end(EngineLock& lock) const;
 
  private:
-  std::vector<LaneItem> items(double now_us) const;
+  std::vector<LaneItem> items(const Backward& backward, double now_us) const;
   void flag(const Key& key, int place);
   template <class Reached>
   void follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock);
@@ -62,6 +66,9 @@ class FlaggedTail {
   EngineState& state_;
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
   double bytes_per_us_ = 25e3;  // of the lane, in the last step that was followed; at first a guess
+  BackwardPace pace_;
+  size_t in_backward_ = 0;
+  double planned_us_ = 0;  // for these
 };
 
 }  // namespace hytrain_fx

@@ -1,6 +1,7 @@
 #include "lane_order.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <set>
 #include <tuple>
@@ -9,6 +10,9 @@ namespace hytrain_fx {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
+// What is too short, or nearly as planned, tells nothing; and no step alone tells much.
+constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.25, kTrust = 0.5;
+constexpr double kLeastTimes = 0.5, kMostTimes = 4;
 
 // Items that become ready one after the other, and of those that are, the lowest unit.
 class Waiting {
@@ -66,12 +70,12 @@ std::vector<double> updated_us(const std::vector<LaneItem>& items, double params
 
 }  // namespace
 
-std::vector<size_t> lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us) {
+LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us) {
   const std::vector<double> updated = updated_us(items, rates.params_per_us, now_us);
   Waiting weights(items), states(items);
   double longest = 0;  // of one visit: a weight stands so much later than it is ready, and the lane seldom waits for a worker
   for (size_t i = 0; i < items.size(); ++i) {
-    if (items[i].is_states) longest = std::max(longest, items[i].bytes / rates.bytes_per_us);
+    if (items[i].is_states) longest = std::max(longest, items[i].bytes / rates.bytes_per_us_in_backward);
   }
   for (size_t i = 0; i < items.size(); ++i) {
     if (items[i].is_states) {
@@ -82,9 +86,19 @@ std::vector<size_t> lane_order(const std::vector<LaneItem>& items, const LaneRat
   }
   std::multiset<double> free_us;  // staging slots
   for (int slot = 0; slot < slots; ++slot) free_us.insert(now_us);
-  std::vector<size_t> order;
+  LaneOrder found;
+  std::vector<size_t>& order = found.items;
   order.reserve(items.size());
+  double first_us = 0;
+  const auto copied_us = [&rates](double bytes, double at_us) {
+    return bytes / (at_us < rates.backward_ends_us ? rates.bytes_per_us_in_backward : rates.bytes_per_us);
+  };
   for (double at_us = now_us; order.size() < items.size();) {
+    if (order.size() == 1 && first_us == 0) first_us = at_us;
+    if (at_us <= rates.backward_ends_us && order.size() > found.in_backward) {  // the last one has come
+      found.in_backward = order.size();
+      found.planned_us = at_us - first_us;
+    }
     weights.advance(at_us);
     states.advance(at_us);
     const bool has_slot = !states.is_empty() && !free_us.empty() && *free_us.begin() <= at_us;
@@ -92,13 +106,13 @@ std::vector<size_t> lane_order(const std::vector<LaneItem>& items, const LaneRat
     if (has_slot && (is_before || !weights.has_ready())) {
       order.push_back(states.take());
       const LaneItem& visit = items[order.back()];
-      const double took_us = visit.bytes / rates.bytes_per_us;
+      const double took_us = copied_us(visit.bytes, at_us);
       at_us += took_us;
       free_us.erase(free_us.begin());
       free_us.insert(std::max(at_us, visit.landed_us) + took_us);  // they go back as fast as they came
     } else if (weights.has_ready()) {
       order.push_back(weights.take());
-      at_us += items[order.back()].bytes / rates.bytes_per_us;
+      at_us += copied_us(items[order.back()].bytes, at_us);
     } else {
       const double slot_us = states.is_empty() || free_us.empty() ? kNever : *free_us.begin();
       const double next_us = std::min(weights.next_us(), slot_us);
@@ -109,7 +123,14 @@ std::vector<size_t> lane_order(const std::vector<LaneItem>& items, const LaneRat
       }
     }
   }
-  return order;
+  return found;
+}
+
+void BackwardPace::saw(double planned_us, double took_us) {
+  if (planned_us < kLeastPlannedUs || took_us <= 0) return;
+  const double longer = std::clamp(took_us / planned_us - 1, -kMostChange, kMostChange);
+  if (std::abs(longer) < kLeastChange) return;
+  times_ = std::clamp(times_ * (1 + kTrust * longer), kLeastTimes, kMostTimes);
 }
 
 }  // namespace hytrain_fx

@@ -25,11 +25,32 @@ struct LaneItem {
 
 struct LaneRates {
   double params_per_us;  // of all workers together; 0: not known, updates take no time
-  double bytes_per_us;
+  double bytes_per_us;   // of the lane, once the backward has ended
+  double bytes_per_us_in_backward;
+  double backward_ends_us;
 };
 
-// Places in `items`, in the order for the lane. Times are the host's; the lane is free at `now_us`.
-// Of one row's states the first chunk comes first. `slots`: staging slots for states.
-std::vector<size_t> lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us);
+struct LaneOrder {
+  std::vector<size_t> items;  // places in what was asked about, in the order for the lane
+  size_t in_backward = 0;     // so many of them have come when the backward ends
+  double planned_us = 0;      // from the first of those to the last
+};
+
+// Times are the host's; the lane is free at `now_us`. Of one row's states the first chunk comes first.
+// `slots`: staging slots for states.
+LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us);
+
+// How many times as long copies take while the backward runs, beside gradients on their way to the
+// host, as the rate says that the lane was seen to have. Learnt from where it stood at the
+// backward's end: what the forward needs first gets its gradient last, and would come after all that
+// was put in front of it in vain.
+class BackwardPace {
+ public:
+  double times() const { return times_; }
+  void saw(double planned_us, double took_us);
+
+ private:
+  double times_ = 1;
+};
 
 }  // namespace hytrain_fx

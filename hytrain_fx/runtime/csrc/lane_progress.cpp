@@ -25,12 +25,15 @@ void LaneProgress::look(double now_us) {
   for (; !rest_.empty() && rest_.front().end->seen(); rest_.pop_front()) {
     const OnLane& came = rest_.front();
     any = true;
+    ++came_;
     bytes += static_cast<double>(came.bytes);
     has_states = has_states || came.is_states;
     places_ -= places_of(came);
     visits_ -= came.is_states;
   }
   if (!any) return;
+  if (first_came_us_ == 0) first_came_us_ = now_us;
+  if (backward_came_us_ == 0 && came_ >= in_backward_) backward_came_us_ = now_us;
   if (has_states && last_us_ > 0 && now_us > last_us_) rates_.push_back(bytes / (now_us - last_us_));
   last_us_ = now_us;
 }

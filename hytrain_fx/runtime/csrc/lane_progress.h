@@ -19,6 +19,8 @@ struct OnLane {  // one weight, or states of one visit
 
 class LaneProgress {
  public:
+  // `in_backward`: so many copies are to have come when the backward ends.
+  explicit LaneProgress(size_t in_backward) : in_backward_(in_backward) {}
   void add(const OnLane& copy);
   void look(double now_us);
   // It waits for an update by the CPU, and not for the gradient. With the lock held.
@@ -26,12 +28,16 @@ class LaneProgress {
   // What has not come: places in the lane's queue, and visits.
   int places() const { return places_; }
   int visits() const { return visits_; }
+  // From when the first copy had come until all those of the backward had; 0: not seen.
+  double backward_took_us() const { return backward_came_us_ > first_came_us_ ? backward_came_us_ - first_came_us_ : 0; }
   // The median over its streamed states, as some of them stand and wait.
   double bytes_per_us(double otherwise);
 
  private:
   std::deque<OnLane> rest_;
   int places_ = 0, visits_ = 0;
+  size_t in_backward_, came_ = 0;
+  double first_came_us_ = 0, backward_came_us_ = 0;
   double last_us_ = 0;
   std::vector<double> rates_;
 };

@@ -161,10 +161,11 @@ void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
 // Where streamed rows are in the rest, all that was put on the lane has come when this returns.
 void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
-  LaneProgress lane;
   const bool has_states = !state_.streaming.empty();
   tail_.set_followed(has_states);
-  for (Upload& upload : tail_.take(bytes_, staging_.size())) {
+  std::vector<Upload> rest = tail_.take(bytes_, staging_.size());
+  LaneProgress lane(tail_.in_backward());
+  for (Upload& upload : rest) {
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
     const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
     state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
