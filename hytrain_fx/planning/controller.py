@@ -213,13 +213,16 @@ class Controller:
     @property
     def told(self) -> Told:
         """What other ranks are told of trials."""
+        if self.state is State.TRYING:
+            return Told.TRIES | (Told.NOTHING if self._ended is None else Told.PAID if self._ended.paid else Told.VAIN)
         if self.state is State.FIXED:
             return Told.HAS_ON_DEVICE | Told.HAS_STREAMED
-        if self.state is not State.TRYING:
-            return Told.WANTS_ON_DEVICE if self._wish else Told.NOTHING
-        if self._ended is None:
-            return Told.TRIES
-        return Told.TRIES | (Told.PAID if self._ended.paid else Told.VAIN)
+        return Told.WANTS_ON_DEVICE if self._wish else Told.NOTHING
+
+    @property
+    def may_try(self) -> bool:
+        """Whether a trial can begin now."""
+        return self.state in (State.SETTLED, State.BALANCING)
 
     def saw(self, report: StepReport) -> Decision:
         """A step has ended."""
@@ -238,9 +241,8 @@ class Controller:
         state, action = TRANSITIONS[self.state, event]
         was, self.state = self.state, state
         if state is not was:
-            self._wish = self._ended = None
-        if state is not was:
             self._since = self._report.steps_done
+            self._wish = self._ended = None
         if event not in _QUIET and (event in _RULES[was]) and (state is not was or event is not Event.TOGETHER):
             self._why = why or str(event)
         if event in _RULES[was] or event is Event.PLACED:
@@ -257,7 +259,7 @@ class Controller:
             return lost if report.lost else (Event.MEASURED, self._why)
         if self.state is State.TRYING:
             return self._tried(report)
-        return self._watched(report) if self.state in (State.SETTLED, State.BALANCING) else (Event.STEPPED, "")
+        return self._watched(report) if self.may_try else (Event.STEPPED, "")
 
     def _before_measuring(self, report: StepReport) -> tuple[Event, str]:
         if report.order_known:

@@ -147,7 +147,7 @@ class Planning:
         """Measure the step, and do what the controller decides. Raises RankError alone."""
         self.last = step
         told = to_tell(self.controller.told, self.plan if self.solver.solves else None, untried=self._stream_trial.untried is not None,
-                       busy=self.recording or self._due is not None)
+                       busy=self.recording or self._due is not None or not self.controller.may_try)
         agreed = self._agreed_trials.at(step.steps_done, told) if self._agreed_trials else None
         with self.aside("measuring a step"):
             try:
@@ -164,10 +164,10 @@ class Planning:
             return
         if self._reader.is_reading:
             self._reader.step_ended()
-        if self._due is None:
+        if self._stream_trial.untried and agreed and agreed.begins is Told.WANTS_STREAMED:
+            self._begin_streaming()
+        elif self._due is None:
             self.do(self.controller.saw(self._report(agreed)))
-            if agreed and agreed.begins is Told.WANTS_STREAMED:
-                self._begin_streaming()
 
     @property
     def _can_measure(self) -> bool:
