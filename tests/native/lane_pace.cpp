@@ -1,9 +1,9 @@
 // A lane that is slower while the backward runs than what was seen of it says. Units are updated half
 // by the CPU and half streamed; their gradients come from the last one to the first. Plans an order,
-// plays it at the lane's true rates, tells the pace what came of it, and so on. Prints for each step
+// plays it at the lane's true rates, tells what came of it, and so on. Prints for each step
 // how long after the backward the weights of the first unit came, when the last ones came, how long
-// the lane had nothing to copy, and the pace; in milliseconds. Compiled and run by
-// tests/cpu/test_lane_pace.py with the share of the seen rate that the lane has in the backward.
+// the lane had nothing to copy, all in milliseconds, and the rate that was planned with, as a share of
+// the seen one. Compiled and run by tests/cpu/test_lane_pace.py with the lane's true share.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -69,12 +69,13 @@ int main(int count, char** arguments) {
   const double share = count > 1 ? std::atof(arguments[1]) : 1;
   const LaneRates truly{kParamsPerUs, kSeen, share * kSeen, kEndsUs};
   const std::vector<LaneItem> items = items_of_a_step();
-  BackwardPace pace;
+  BackwardRate learnt;
+  learnt.saw(kSeen, 0, 0);
   for (int step = 0; step < kSteps; ++step) {
-    const LaneOrder order = lane_order(items, {kParamsPerUs, kSeen, kSeen / pace.times(), kEndsUs}, kSlots, 0);
+    const LaneOrder order = lane_order(items, {kParamsPerUs, kSeen, learnt.bytes_per_us(kSeen), kEndsUs}, kSlots, 0);
     const Played played = play(items, order, truly);
-    std::printf("%.1f %.1f %.1f %.3f\n", played.first_unit_us / 1e3, played.last_us / 1e3, played.idle_us / 1e3, pace.times());
-    pace.saw(order.planned_us, played.took_us);
+    std::printf("%.1f %.1f %.1f %.3f\n", played.first_unit_us / 1e3, played.last_us / 1e3, played.idle_us / 1e3, learnt.bytes_per_us(kSeen) / kSeen);
+    learnt.saw(0, order.planned_us, played.took_us);
   }
   return 0;
 }

@@ -10,6 +10,7 @@ constexpr auto kFollowing = std::chrono::microseconds(100);
 // Of the lane's queue, for the rest of a step. A thread that is blocked before a full one holds up the
 // launching thread, too. But that passes a gate only when its weights are on the lane.
 constexpr double kPlacesShare = 0.75;
+constexpr double kGuessedBytesPerUs = 25e3;
 // Each of these is seen to come: what is smaller takes no time on the lane, but a place in its queue,
 // and so would a word behind it.
 constexpr double kShownBytes = 256 << 10;
@@ -116,10 +117,11 @@ void FlaggedTail::flag(const Key& key, int place) {
 }
 
 std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
-  const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us_;
+  const double bytes_per_us = bytes_per_us_ > 0 ? bytes_per_us_ : kGuessedBytesPerUs;
+  const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us;
   const Backward backward(state_.rows, now_us);
   const std::vector<LaneItem> all = items(backward, now_us);
-  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us_, bytes_per_us_ / pace_.times(), backward.ends_us()};
+  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us, backward_rate_.bytes_per_us(bytes_per_us), backward.ends_us()};
   const LaneOrder order = lane_order(all, rates, slots, now_us);
   in_backward_ = order.in_backward;
   planned_us_ = order.planned_us;
@@ -145,8 +147,9 @@ void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lo
 
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   follow(lane, commit, [&lane] { return lane.visits() == 0; }, lock);
-  bytes_per_us_ = lane.bytes_per_us(bytes_per_us_);
-  pace_.saw(planned_us_, lane.backward_took_us());
+  const double before = lane.backward_bytes_per_us(), after = lane.bytes_per_us();
+  backward_rate_.saw(before, planned_us_, lane.backward_took_us());
+  if (after > 0 || bytes_per_us_ == 0) bytes_per_us_ = after > 0 ? after : before;
   if (state_.commits == commit) state_.clock.streamed(state_.device->now_us());
   following_ = false;
 }

@@ -65,8 +65,8 @@ class FlaggedTail {
 
   EngineState& state_;
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
-  double bytes_per_us_ = 25e3;  // of the lane, in the last step that was followed; at first a guess
-  BackwardPace pace_;
+  double bytes_per_us_ = 0;  // of the lane, after the last backward that was followed; 0: not seen yet
+  BackwardRate backward_rate_;
   size_t in_backward_ = 0;
   double planned_us_ = 0;  // for these
 };

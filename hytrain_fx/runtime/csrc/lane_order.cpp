@@ -11,8 +11,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 // What is too short, or nearly as planned, tells nothing; and no step alone tells much.
-constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.25, kTrust = 0.5;
-constexpr double kLeastTimes = 0.5, kMostTimes = 4;
+constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.3, kTrust = 0.5;
 
 // Items that become ready one after the other, and of those that are, the lowest unit.
 class Waiting {
@@ -95,7 +94,7 @@ LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates,
   };
   for (double at_us = now_us; order.size() < items.size();) {
     if (order.size() == 1 && first_us == 0) first_us = at_us;
-    if (at_us <= rates.backward_ends_us && order.size() > found.in_backward) {  // the last one has come
+    if (at_us <= rates.backward_ends_us && order.size() > found.in_backward && items[order.back()].is_states) {
       found.in_backward = order.size();
       found.planned_us = at_us - first_us;
     }
@@ -126,11 +125,14 @@ LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates,
   return found;
 }
 
-void BackwardPace::saw(double planned_us, double took_us) {
+void BackwardRate::saw(double bytes_per_us, double planned_us, double took_us) {
+  if (bytes_per_us_ == 0) {
+    bytes_per_us_ = bytes_per_us;
+    return;
+  }
   if (planned_us < kLeastPlannedUs || took_us <= 0) return;
   const double longer = std::clamp(took_us / planned_us - 1, -kMostChange, kMostChange);
-  if (std::abs(longer) < kLeastChange) return;
-  times_ = std::clamp(times_ * (1 + kTrust * longer), kLeastTimes, kMostTimes);
+  if (std::abs(longer) >= kLeastChange) bytes_per_us_ /= 1 + kTrust * longer;
 }
 
 }  // namespace hytrain_fx

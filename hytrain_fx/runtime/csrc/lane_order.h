@@ -32,25 +32,25 @@ struct LaneRates {
 
 struct LaneOrder {
   std::vector<size_t> items;  // places in what was asked about, in the order for the lane
-  size_t in_backward = 0;     // so many of them have come when the backward ends
-  double planned_us = 0;      // from the first of those to the last
+  size_t in_backward = 0;     // up to the last states that have come when the backward ends
+  double planned_us = 0;      // for these, from when the first of them has come
 };
 
 // Times are the host's; the lane is free at `now_us`. Of one row's states the first chunk comes first.
 // `slots`: staging slots for states.
 LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us);
 
-// How many times as long copies take while the backward runs, beside gradients on their way to the
-// host, as the rate says that the lane was seen to have. Learnt from where it stood at the
-// backward's end: what the forward needs first gets its gradient last, and would come after all that
-// was put in front of it in vain.
-class BackwardPace {
+// The lane's rate while the backward runs, beside gradients on their way to the host. It begins with
+// what copies were seen to take. Then it is learnt from how long all took that was to come before the
+// backward's end: the lane would be behind its plan there, and what the forward needs first, whose
+// gradient comes last, would stand behind all that it needs later.
+class BackwardRate {
  public:
-  double times() const { return times_; }
-  void saw(double planned_us, double took_us);
+  double bytes_per_us(double otherwise) const { return bytes_per_us_ > 0 ? bytes_per_us_ : otherwise; }
+  void saw(double bytes_per_us, double planned_us, double took_us);
 
  private:
-  double times_ = 1;
+  double bytes_per_us_ = 0;
 };
 
 }  // namespace hytrain_fx

@@ -34,7 +34,9 @@ void LaneProgress::look(double now_us) {
   if (!any) return;
   if (first_came_us_ == 0) first_came_us_ = now_us;
   if (backward_came_us_ == 0 && came_ >= in_backward_) backward_came_us_ = now_us;
-  if (has_states && last_us_ > 0 && now_us > last_us_) rates_.push_back(bytes / (now_us - last_us_));
+  if (has_states && last_us_ > 0 && now_us > last_us_) {
+    (came_ > in_backward_ ? rates_ : backward_rates_).push_back(bytes / (now_us - last_us_));
+  }
   last_us_ = now_us;
 }
 
@@ -46,10 +48,10 @@ bool LaneProgress::stands() const {
   return at != rest_.end() && at->awaited && at->awaited->is(ChunkState::FLAGGED);
 }
 
-double LaneProgress::bytes_per_us(double otherwise) {
-  if (rates_.size() < kLeastRates) return otherwise;
-  std::nth_element(rates_.begin(), rates_.begin() + static_cast<std::ptrdiff_t>(rates_.size() / 2), rates_.end());
-  return rates_[rates_.size() / 2];
+double LaneProgress::median(std::vector<double>& of) {
+  if (of.size() < kLeastRates) return 0;
+  std::nth_element(of.begin(), of.begin() + static_cast<std::ptrdiff_t>(of.size() / 2), of.end());
+  return of[of.size() / 2];
 }
 
 }  // namespace hytrain_fx

@@ -30,16 +30,19 @@ class LaneProgress {
   int visits() const { return visits_; }
   // From when the first copy had come until all those of the backward had; 0: not seen.
   double backward_took_us() const { return backward_came_us_ > first_came_us_ ? backward_came_us_ - first_came_us_ : 0; }
-  // The median over its streamed states, as some of them stand and wait.
-  double bytes_per_us(double otherwise);
+  // The median over its streamed states, as some of them stand and wait: those of the backward, and
+  // others. 0: too few were seen.
+  double backward_bytes_per_us() { return median(backward_rates_); }
+  double bytes_per_us() { return median(rates_); }
 
  private:
   std::deque<OnLane> rest_;
   int places_ = 0, visits_ = 0;
   size_t in_backward_, came_ = 0;
   double first_came_us_ = 0, backward_came_us_ = 0;
+  static double median(std::vector<double>& of);
   double last_us_ = 0;
-  std::vector<double> rates_;
+  std::vector<double> backward_rates_, rates_;
 };
 
 }  // namespace hytrain_fx

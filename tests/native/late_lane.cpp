@@ -1,0 +1,117 @@
+// A loop whose lane to the device is slower while the backward runs than after it. Of each unit three
+// rows are streamed and one is updated by the CPU; gradients come from the last unit to the first.
+// Prints for each step how many visits of later units came between the backward's end and the last
+// visit of unit 0, which the next forward needs first. Compiled and run by tests/cpu/test_lane_pace.py.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <vector>
+
+#include "engine_c.h"
+#include "work_queue.h"
+
+using namespace hytrain_fx;
+
+namespace {
+
+constexpr int kStreamed = 3, kRowsOfUnit = kStreamed + 1, kUnits = 12, kSlots = 6, kSteps = 24, kRecords = 1 << 14;
+constexpr int kStreamIn = 6;         // as kinds of records and stages of delays are numbered
+constexpr double kSlowUs = 900, kFastUs = 100;  // of one copy; a visit has three
+constexpr int64_t kSize = 4096;
+constexpr auto kUnitTime = std::chrono::milliseconds(5);
+
+void check(int status) {
+  if (status == 0) return;
+  std::fprintf(stderr, "late_lane: %s\n", hytrain_error());
+  std::exit(1);
+}
+
+double now_us() {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct TrainedRow {
+  std::vector<float> weight = std::vector<float>(kSize, 1.0f), master = weight, grad = std::vector<float>(kSize, 0.5f);
+  std::vector<float> m = std::vector<float>(kSize), v = m;
+};
+
+}  // namespace
+
+int main() {
+  std::vector<char> ring(1 << 20);
+  std::vector<float> factors(2), staging(kSlots * 3 * kSize);
+  EngineOptions options = options_on_cpu(1, ring, factors);
+  Engine* engine = nullptr;
+  check(hytrain_create(&options, &engine));
+  StagingMemory memory{staging.data(), kSize, 3, kSlots};
+  check(hytrain_set_staging(engine, &memory));
+  std::vector<TrainedRow> rows(kRowsOfUnit * kUnits);  // of unit u: from kRowsOfUnit * u, the first one updated by the CPU
+  std::vector<float> slots(rows.size() * kSize);
+  std::vector<CommitItem> items(rows.size());
+  for (int32_t r = 0; r < static_cast<int32_t>(rows.size()); ++r) {
+    TrainedRow& row = rows[r];
+    const bool is_streamed = r % kRowsOfUnit > 0;
+    RowSpec spec{kSize, r / kRowsOfUnit, static_cast<int32_t>(Dtype::kF32), row.weight.data()};
+    check(hytrain_add_row(engine, &spec));
+    HostStates states{row.master.data(), nullptr, {{row.m.data(), row.v.data(), nullptr}}, &slots[r * kSize], nullptr, 1};
+    check(is_streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
+    items[r].row = r;
+    items[r].grad = is_streamed ? row.grad.data() : nullptr;
+    items[r].scalars = kScalars;
+  }
+
+  WorkQueue compute;
+  std::vector<std::atomic<double>> ended_us(kSteps);
+  check(hytrain_record(engine, 1));
+  for (int step = 0; step < kSteps; ++step) {
+    for (int32_t unit = 0; unit < kUnits; ++unit) {
+      const int32_t first = kRowsOfUnit * unit, all[] = {first, first + 1, first + 2, first + 3};
+      check(hytrain_wait(engine, all, kRowsOfUnit, &compute));
+    }
+    compute.enqueue([engine] { check(hytrain_set_delay(engine, kStreamIn, kSlowUs)); });
+    for (int32_t unit = kUnits - 1; unit >= 0; --unit) {
+      compute.enqueue([] { std::this_thread::sleep_for(kUnitTime); });
+      if (unit == 0) {
+        compute.enqueue([engine, &ended = ended_us[step]] {
+          ended = now_us();
+          check(hytrain_set_delay(engine, kStreamIn, kFastUs));
+        });
+      }
+      const int32_t by_cpu = kRowsOfUnit * unit, streamed[] = {by_cpu + 1, by_cpu + 2, by_cpu + 3};
+      const void* grad = rows[by_cpu].grad.data();
+      check(hytrain_grad_offload(engine, &by_cpu, &grad, 1, &compute));
+      check(hytrain_arm_cpu(engine, &by_cpu, 1));
+      check(hytrain_arm_gpu(engine, streamed, kStreamed, &compute));
+      check(hytrain_arm_reload(engine, &by_cpu, 1));
+      const int32_t released[] = {by_cpu, streamed[0], streamed[1], streamed[2]};
+      check(hytrain_release(engine, released, kRowsOfUnit, &compute));
+    }
+    check(hytrain_commit(engine, items.data(), static_cast<int>(items.size()), nullptr, 0, -1, &compute));
+  }
+  std::vector<int32_t> all(rows.size());
+  for (size_t r = 0; r < all.size(); ++r) all[r] = static_cast<int32_t>(r);
+  check(hytrain_drain(engine, all.data(), static_cast<int>(all.size())));
+  std::vector<TaskRecord> records(kRecords);
+  int n = 0;
+  check(hytrain_take_records(engine, records.data(), kRecords, &n));
+  std::vector<std::vector<TaskRecord>> visits(kSteps);  // each row has one a step
+  std::vector<int> seen(rows.size());
+  std::sort(records.begin(), records.begin() + n, [](const TaskRecord& a, const TaskRecord& b) { return a.begin_us < b.begin_us; });
+  for (int i = 0; i < n; ++i) {
+    if (records[i].kind == kStreamIn) visits[seen[records[i].row]++].push_back(records[i]);
+  }
+  for (int step = 0; step < kSteps; ++step) {
+    double last_us = 0;
+    for (const TaskRecord& visit : visits[step]) {
+      if (visit.row < kRowsOfUnit) last_us = std::max(last_us, visit.begin_us);
+    }
+    std::printf("%d\n", static_cast<int>(std::count_if(visits[step].begin(), visits[step].end(), [&](const TaskRecord& visit) {
+      return visit.row >= kRowsOfUnit && visit.begin_us > ended_us[step] && visit.begin_us < last_us;
+    })));
+  }
+  check(hytrain_destroy(engine));
+  return 0;
+}
