@@ -36,11 +36,12 @@ class LaneProgress {
   double bytes_per_us() { return median(rates_); }
 
  private:
+  static double median(std::vector<double>& of);
+
   std::deque<OnLane> rest_;
   int places_ = 0, visits_ = 0;
   size_t in_backward_, came_ = 0;
   double first_came_us_ = 0, backward_came_us_ = 0;
-  static double median(std::vector<double>& of);
   double last_us_ = 0;
   std::vector<double> backward_rates_, rates_;
 };
