@@ -112,6 +112,7 @@ def loaded_whole(folders: dict[torch.dtype, Path]) -> Callable[[torch.dtype, str
     return trained
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("how", ["streamed", "resident"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize("file", [torch.bfloat16, torch.float32])
