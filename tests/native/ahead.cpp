@@ -25,17 +25,6 @@ constexpr int32_t kTied = 0;
 constexpr int64_t kSize = 4096;
 constexpr auto kUnitTime = std::chrono::milliseconds(12);
 
-void check(int status) {
-  if (status == 0) return;
-  std::fprintf(stderr, "ahead: %s\n", hytrain_error());
-  std::exit(1);
-}
-
-struct TrainedRow {
-  std::vector<float> weight = std::vector<float>(kSize, 1.0f), master = weight, grad = std::vector<float>(kSize, 0.5f);
-  std::vector<float> m = std::vector<float>(kSize), v = m;
-};
-
 }  // namespace
 
 int main() {
@@ -46,19 +35,11 @@ int main() {
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};
   check(hytrain_set_staging(engine, &memory));
-  std::vector<TrainedRow> rows(kRowsOfUnit * kUnits);  // of unit u: from kRowsOfUnit * u, the last one streamed
-  std::vector<float> slots(rows.size() * kSize);       // those of a unit are neighbours
-  std::vector<CommitItem> items(rows.size());
+  std::vector<F32Row> rows(kRowsOfUnit * kUnits, F32Row(kSize));  // of unit u: from kRowsOfUnit * u, the last one streamed
+  std::vector<float> slots(rows.size() * kSize);  // those of a unit are neighbours
+  std::vector<CommitItem> items;
   for (int32_t r = 0; r < static_cast<int32_t>(rows.size()); ++r) {
-    TrainedRow& row = rows[r];
-    const bool is_streamed = r % kRowsOfUnit == kRowsOfUnit - 1;
-    RowSpec spec{kSize, r / kRowsOfUnit, static_cast<int32_t>(Dtype::kF32), row.weight.data()};
-    check(hytrain_add_row(engine, &spec));
-    HostStates states{row.master.data(), nullptr, {{row.m.data(), row.v.data(), nullptr}}, &slots[r * kSize], nullptr, 1};
-    check(is_streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
-    items[r].row = r;
-    items[r].grad = is_streamed ? row.grad.data() : nullptr;
-    items[r].scalars = kScalars;
+    items.push_back(add_row(engine, r, r / kRowsOfUnit, rows[r], &slots[r * kSize], r % kRowsOfUnit == kRowsOfUnit - 1));
   }
 
   WorkQueue compute;

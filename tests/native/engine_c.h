@@ -1,6 +1,10 @@
 // The engine's C interface (csrc/engine_c.cpp), as ctypes sees it.
 #pragma once
 
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
 #include "engine.h"
 
 extern "C" {
@@ -64,3 +68,29 @@ inline hytrain_fx::EngineOptions options_on_cpu(int workers, std::vector<char>& 
 
 // AdamW with fp32 gradients, at some step.
 inline const hytrain_fx::UpdateScalars kScalars{1.0f, 0.0f, 0.1f, 0.95f, 0.05f, -0.01f, 1.0f, 1e-8f, 0, 0, {}, {}};
+
+// Of a call of the engine: where it failed, its message, and the end of the program.
+inline void check(int status) {
+  if (status == 0) return;
+  std::fprintf(stderr, "%s\n", hytrain_error());
+  std::exit(1);
+}
+
+struct F32Row {
+  explicit F32Row(int64_t size) : weight(size, 1.0f), master(weight), grad(size, 0.5f), m(size), v(size) {}
+  std::vector<float> weight, master, grad, m, v;
+};
+
+// Adds it as row `r` of a unit, updated by the CPU or streamed; what a commit needs of it. `slot`: for
+// its gradient, or null.
+inline hytrain_fx::CommitItem add_row(hytrain_fx::Engine* engine, int32_t r, int32_t unit, F32Row& row, float* slot, bool is_streamed) {
+  hytrain_fx::RowSpec spec{static_cast<int64_t>(row.weight.size()), unit, static_cast<int32_t>(hytrain_fx::Dtype::kF32), row.weight.data()};
+  check(hytrain_add_row(engine, &spec));
+  hytrain_fx::HostStates states{row.master.data(), nullptr, {{row.m.data(), row.v.data(), nullptr}}, slot, nullptr, 1};
+  check(is_streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
+  hytrain_fx::CommitItem item{};
+  item.row = r;
+  item.grad = is_streamed ? row.grad.data() : nullptr;
+  item.scalars = kScalars;
+  return item;
+}

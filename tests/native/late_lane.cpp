@@ -23,20 +23,9 @@ constexpr double kSlowUs = 900, kFastUs = 100;  // of one copy; a visit has thre
 constexpr int64_t kSize = 4096;
 constexpr auto kUnitTime = std::chrono::milliseconds(5);
 
-void check(int status) {
-  if (status == 0) return;
-  std::fprintf(stderr, "late_lane: %s\n", hytrain_error());
-  std::exit(1);
-}
-
 double now_us() {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-struct TrainedRow {
-  std::vector<float> weight = std::vector<float>(kSize, 1.0f), master = weight, grad = std::vector<float>(kSize, 0.5f);
-  std::vector<float> m = std::vector<float>(kSize), v = m;
-};
 
 }  // namespace
 
@@ -48,19 +37,11 @@ int main() {
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};
   check(hytrain_set_staging(engine, &memory));
-  std::vector<TrainedRow> rows(kRowsOfUnit * kUnits);  // of unit u: from kRowsOfUnit * u, the first one updated by the CPU
+  std::vector<F32Row> rows(kRowsOfUnit * kUnits, F32Row(kSize));  // of unit u: from kRowsOfUnit * u, the first one updated by the CPU
   std::vector<float> slots(rows.size() * kSize);
-  std::vector<CommitItem> items(rows.size());
+  std::vector<CommitItem> items;
   for (int32_t r = 0; r < static_cast<int32_t>(rows.size()); ++r) {
-    TrainedRow& row = rows[r];
-    const bool is_streamed = r % kRowsOfUnit > 0;
-    RowSpec spec{kSize, r / kRowsOfUnit, static_cast<int32_t>(Dtype::kF32), row.weight.data()};
-    check(hytrain_add_row(engine, &spec));
-    HostStates states{row.master.data(), nullptr, {{row.m.data(), row.v.data(), nullptr}}, &slots[r * kSize], nullptr, 1};
-    check(is_streamed ? hytrain_place_streamed(engine, r, &states) : hytrain_place_on_host(engine, r, &states));
-    items[r].row = r;
-    items[r].grad = is_streamed ? row.grad.data() : nullptr;
-    items[r].scalars = kScalars;
+    items.push_back(add_row(engine, r, r / kRowsOfUnit, rows[r], &slots[r * kSize], r % kRowsOfUnit > 0));
   }
 
   WorkQueue compute;

@@ -16,17 +16,6 @@ namespace {
 constexpr int kRows = 3, kSlots = 2;  // row r is of unit kRows - 1 - r: gradients come in the order of rows
 constexpr int64_t kSize = 64;
 
-void check(int status) {
-  if (status == 0) return;
-  std::fprintf(stderr, "late_release: %s\n", hytrain_error());
-  std::exit(1);
-}
-
-struct Streamed {
-  std::vector<float> weight = std::vector<float>(kSize, 1.0f), master = weight, grad = std::vector<float>(kSize, 0.5f);
-  std::vector<float> m = std::vector<float>(kSize), v = m;
-};
-
 }  // namespace
 
 int main() {
@@ -37,17 +26,9 @@ int main() {
   check(hytrain_create(&options, &engine));
   StagingMemory memory{staging.data(), kSize, 3, kSlots};
   check(hytrain_set_staging(engine, &memory));
-  std::vector<Streamed> rows(kRows);
-  std::vector<CommitItem> items(kRows);
-  for (int r = 0; r < kRows; ++r) {
-    RowSpec spec{kSize, kRows - 1 - r, static_cast<int32_t>(Dtype::kF32), rows[r].weight.data()};
-    check(hytrain_add_row(engine, &spec));
-    HostStates states{rows[r].master.data(), nullptr, {{rows[r].m.data(), rows[r].v.data(), nullptr}}, nullptr, nullptr, 1};
-    check(hytrain_place_streamed(engine, r, &states));
-    items[r].row = r;
-    items[r].grad = rows[r].grad.data();
-    items[r].scalars = kScalars;
-  }
+  std::vector<F32Row> rows(kRows, F32Row(kSize));
+  std::vector<CommitItem> items;
+  for (int r = 0; r < kRows; ++r) items.push_back(add_row(engine, r, kRows - 1 - r, rows[r], nullptr, true));
 
   WorkQueue compute;
   auto begun = std::make_shared<CpuEvent>(), ended = std::make_shared<CpuEvent>();
@@ -68,7 +49,7 @@ int main() {
   waited.wait();
   const int32_t all[] = {0, 1, 2};
   check(hytrain_drain(engine, all, kRows));
-  for (const Streamed& row : rows) {
+  for (const F32Row& row : rows) {
     if (row.weight[0] >= 1.0f) std::exit((std::fprintf(stderr, "late_release: a row was not updated\n"), 1));
   }
   check(hytrain_destroy(engine));

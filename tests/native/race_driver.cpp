@@ -28,12 +28,6 @@ using Halves = std::vector<uint16_t>;
 
 constexpr int kWorkers = 3, kFactorCapacity = 16, kStages = 8, kRecords = 4096, kStagingSlots = 3, kShadowSlots = 6, kShadowArrays = 4;
 
-void check(int status) {
-  if (status == 0) return;
-  std::fprintf(stderr, "race_driver: %s\n", hytrain_error());
-  std::exit(1);
-}
-
 struct Reference {  // whole, updated in order on the main thread
   Floats master;
   std::vector<char> m, v;  // as the row has them: fp32 or bf16

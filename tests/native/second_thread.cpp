@@ -20,12 +20,6 @@ using namespace hytrain_fx;
 
 namespace {
 
-void check(int status) {
-  if (status == 0) return;
-  std::fprintf(stderr, "second_thread: %s\n", hytrain_error());
-  std::exit(1);
-}
-
 // An engine with one row.
 struct Trained {
   explicit Trained(int64_t size, bool on_device = false) : n(size) {

@@ -22,12 +22,6 @@ constexpr auto kPatience = std::chrono::seconds(10), kPause = std::chrono::secon
 std::atomic<int> questions{0}, calls{0};  // calls: so many questions were seen by the thread that calls, and a call was made after that
 std::atomic<bool> locked{false}, over{false};
 
-void check(int status) {
-  if (status == 0) return;
-  std::fprintf(stderr, "unlocked_queries: %s\n", hytrain_error());
-  std::exit(1);
-}
-
 class AskedEvent : public Event {
  public:
   explicit AskedEvent(EventPtr event) : event_(std::move(event)) {}
