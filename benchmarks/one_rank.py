@@ -39,7 +39,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
 }
 ZERO_STAGES = {"zero2_offload": 2, "zero3_offload": 3}
 ROWS = ("floor", "ddp", "by_hand", "fsdp2", "fsdp2_offload", *ZERO_STAGES, *OURS)
-_SLOWED = (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D)
+_SLOWED = (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D)  # on a GPU the first two: its copies take no delay
 _SLOWED_BY_US = 500.0
 _POLL_S = 0.05
 
@@ -76,20 +76,17 @@ class RankRow:
         return " ".join([self.name, *self.options])
 
 
-@dataclass(frozen=True)
-class Look:
-    """Where rank 0 of ours writes a Chrome trace of three more steps; None: it writes none."""
-
-    trace: Path | None
-
-
 def compiled_file(turn: Path) -> Path:
     """Is there when every rank of the row has compiled, and may be timed once `turn` is there."""
     return turn.with_name(turn.name + ".compiled")
 
 
-def run(row: RankRow, turn: Path | None, look: Look) -> None:
-    """Train as the row says; ends the process. `turn`: other rows compile beside it."""
+def run(row: RankRow, turn: Path | None, trace: Path | None) -> None:
+    """Train as the row says; ends the process.
+
+    turn    other rows compile beside it
+    trace   where rank 0 of ours writes three more steps, which all ranks show with `explain`
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
     each = max(len(cores) // size, 1)
@@ -111,8 +108,8 @@ def run(row: RankRow, turn: Path | None, look: Look) -> None:
     found |= {"params": params, "plan": _in_words(trainer.about().get("plan")), **_memory(device, trainer)}
     if rank == 0:
         print(json.dumps(found), flush=True)
-    if look.trace is not None and row.name in OURS:
-        drawn(model, lambda: trainer.step(next(of_rank)), trainer.finish, [look.trace] if rank == 0 else [], barrier=False)
+    if trace is not None and row.name in OURS:
+        drawn(model, lambda: trainer.step(next(of_rank)), trainer.finish, [trace] if rank == 0 else [], barrier=False)
         for other in range(size):
             distributed.barrier()
             if rank == other:

@@ -30,14 +30,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import shlex
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -45,8 +43,9 @@ from benchmarks import one_rank
 from benchmarks.case import CannotRun
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
-from benchmarks.one_rank import OURS, ROWS, Look, RankRow, compiled_file
-from benchmarks.runner import environment, in_threads, memory_here
+from benchmarks.one_rank import OURS, ROWS, RankRow, compiled_file
+from benchmarks.rows import LineParser, lines_in
+from benchmarks.runner import environment, file_name, in_threads, memory_here
 from benchmarks.turns import Ask, Rounds
 from hytrain_fx.forecast.bench.process import row_in, run_to_end, why_none
 from hytrain_fx.forecast.bench.windows import OUR_WARMUP_STEPS
@@ -85,8 +84,7 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run what is missing, and print the table. Raises CannotRun."""
     if arguments.rank_of is not None:
-        look = Look(arguments.out if arguments.look else None)
-        one_rank.run(_row(arguments.rank_of, arguments.size, arguments), arguments.turn, look)
+        one_rank.run(_row(arguments.rank_of, arguments.size, arguments), arguments.turn, arguments.out if arguments.look else None)
     if arguments.gpus < 2:
         raise CannotRun(f"found --gpus {arguments.gpus}, expected at least 2; for one GPU: python -m benchmarks table")
     if torch.cuda.is_available() and torch.cuda.device_count() < arguments.gpus:
@@ -102,29 +100,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def rows_in(text: str) -> Iterator[tuple[RankRow, Ask]]:
     """The rows of a file, in its order. Raises CannotRun for a line that names none."""
-    for number, line in enumerate(text.splitlines(), 1):
-        words = shlex.split(line, comments=True)
-        if not words:
-            continue
-        try:
-            parsed = _Line().parse_args(words)
-        except CannotRun as error:
-            raise CannotRun(f"line {number}, {line.strip()!r}: {error}") from error
+    for named, words in lines_in(text):
+        with named:
+            parsed = LineParser(_add_line_arguments).parse_args(words)
         yield _row(parsed.row, parsed.size, parsed), Ask(gpu_gb=parsed.gpu_gb, host_gb=parsed.host_gb)
 
 
-class _Line(argparse.ArgumentParser):
-    def __init__(self) -> None:
-        super().__init__(prog="a row", add_help=False)
-        self.add_argument("row", choices=ROWS)
-        self.add_argument("size")
-        _add_row_arguments(self)
-        self.add_argument("--gpu-gb", type=float, default=0.0)
-        self.add_argument("--host-gb", type=float, default=0.0)
-
-    def error(self, message: str) -> NoReturn:
-        """A line is no command line, so the caller says which line is wrong."""
-        raise CannotRun(message)
+def _add_line_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("row", choices=ROWS)
+    parser.add_argument("size")
+    _add_row_arguments(parser)
 
 
 def _row(name: str, size: str, arguments: argparse.Namespace) -> RankRow:
@@ -197,7 +182,7 @@ def _measure(asked: Sequence[tuple[RankRow, Ask]], rows: dict[str, dict[str, Any
 
 def _row_of(row: RankRow, arguments: argparse.Namespace, rounds: Rounds) -> dict[str, Any]:
     """Start the ranks of one row, and read what rank 0 prints."""
-    name = re.sub(r"[^\w.=-]+", "_", f"{row.title} {row.workload}")
+    name = file_name(f"{row.title} {row.workload}")
     turn = _Turn(rounds, arguments.out.with_suffix(f".{name}.turn"))
     look = ["--look", "--out", str(arguments.out.with_suffix(f".{name}.trace.json"))] if arguments.look else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus), "-m", "benchmarks",

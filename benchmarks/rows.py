@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,28 +53,38 @@ def rows_in(text: str) -> list[tuple[Case, Ask]]:
     Raises CannotRun for a line that `steps` would refuse, and for a case that is listed twice.
     """
     rows: dict[str, tuple[Case, Ask]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = shlex.split(line, comments=True)
-        if not words:
-            continue
+    for named, words in lines_in(text):
         at = words.index("--") if "--" in words else len(words)
-        try:
-            parsed = _Line().parse_args(words[:at])
+        with named:
+            parsed = LineParser(steps.add_case_arguments).parse_args(words[:at])
             case = steps.case_of(parsed)
-        except CannotRun as error:
-            raise CannotRun(f"line {number}, {line.strip()!r}: {error}") from error
-        if case.key in rows:
-            raise CannotRun(f"line {number}, {line.strip()!r}: this case is there already; a file has each case once")
+            if case.key in rows:
+                raise CannotRun("this case is there already; a file has each case once")
         rows[case.key] = (case, Ask(tuple(words[at + 1 :]), parsed.gpu_gb, parsed.host_gb))
     return list(rows.values())
 
 
-class _Line(argparse.ArgumentParser):
-    """What a line takes in front of ` -- `."""
+def lines_in(text: str) -> Iterator[tuple[AbstractContextManager[None], list[str]]]:
+    """Each line that has words: in whose context a CannotRun tells the line, and its words."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if words := shlex.split(line, comments=True):
+            yield _named(f"line {number}, {line.strip()!r}"), words
 
-    def __init__(self) -> None:
+
+@contextmanager
+def _named(line: str) -> Iterator[None]:
+    try:
+        yield
+    except CannotRun as error:
+        raise CannotRun(f"{line}: {error}") from error
+
+
+class LineParser(argparse.ArgumentParser):
+    """What a line takes, and what memory its row takes at most."""
+
+    def __init__(self, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
         super().__init__(prog="a row", add_help=False)
-        steps.add_case_arguments(self)
+        add_arguments(self)
         self.add_argument("--gpu-gb", type=float, default=0.0)
         self.add_argument("--host-gb", type=float, default=0.0)
 

@@ -164,7 +164,7 @@ def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | N
     has the most that its processes held (`host_peak_gb`), and is ended above the cap.
     """
     launch.logs.mkdir(parents=True, exist_ok=True)
-    log = launch.logs / (re.sub(r"[^\w.=-]+", "_", case.key) + ".log")
+    log = launch.logs / f"{file_name(case.key)}.log"
     began = time.perf_counter()
     watch = None if case.host_memory_gb is None else HostWatch(1e9 * case.host_memory_gb)
     with log.open("w") as file:
@@ -180,6 +180,11 @@ def run_case(case: Case, launch: Launch, seat: Seat | None = None, turn: int | N
     if row is not None and over is None:
         return row | more
     return {**case.values(), "machine": machine(), "error": over or why_none(status, printed, launch.limit_s), **more}
+
+
+def file_name(key: str) -> str:
+    """A key as part of a file's name."""
+    return re.sub(r"[^\w.=-]+", "_", key)
 
 
 def environment() -> dict[str, str]:

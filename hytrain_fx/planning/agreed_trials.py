@@ -25,8 +25,8 @@ class Told(IntFlag):
     NOTHING = 0
     WANTS_ON_DEVICE = 1  # it would try all states on the device
     WANTS_STREAMED = 2  # it would try to stream all states on the host
-    HAS_ON_DEVICE = 4  # all its states are there, or it solves no plan
-    HAS_STREAMED = 8  # the CPU updates none of its states, or it solves no plan
+    HAS_ON_DEVICE = 4  # all its states are there, or its plan stays
+    HAS_STREAMED = 8  # the CPU updates none of its states, or its plan stays
     TRIES = 16
     PAID = 32  # the steps that it tries are shorter
     VAIN = 64  # they are no shorter
@@ -40,7 +40,7 @@ def to_tell(controller: Told, plan: Plan | None, *, untried: bool, busy: bool) -
     """What a rank tells.
 
     controller    what it says itself
-    plan          in force; None: none is solved
+    plan          in force; None: it stays, whatever is tried
     untried       whether all states on the host would be streamed
     busy          nothing is to begin now
     """
@@ -82,6 +82,6 @@ class AgreedTrials:
     def __init__(self, tell: Callable[[str, int], Sequence[int]]) -> None:
         self._tell = tell
 
-    def at(self, steps_done: int, told: Told) -> Agreed:
+    def at(self, steps_done: int, told: Callable[[], Told]) -> Agreed:
         """What all ranks do after this step. Each comes here at every step; raises RankError."""
-        return Agreed() if steps_done % AGREE_STEPS else Agreed.by(self._tell("what plans to try", told))
+        return Agreed() if steps_done % AGREE_STEPS else Agreed.by(self._tell("what plans to try", told()))

@@ -146,9 +146,9 @@ class Planning:
     def after_step(self, step: FinishedStep) -> None:
         """Measure the step, and do what the controller decides. Raises RankError alone."""
         self.last = step
-        told = to_tell(self.controller.told, self.plan if self.solver.solves else None, untried=self._stream_trial.untried is not None,
-                       busy=self.recording or self._due is not None or not self.controller.may_try)
-        agreed = self._agreed_trials.at(step.steps_done, told) if self._agreed_trials else None
+        agreed = self._agreed_trials.at(step.steps_done, lambda: to_tell(
+            self.controller.told, self.plan if self.solver.solves else None, untried=self._stream_trial.untried is not None,
+            busy=self.recording or self._due is not None or not self.controller.may_try)) if self._agreed_trials else None
         with self.aside("measuring a step"):
             try:
                 self._after_step(agreed)

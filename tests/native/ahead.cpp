@@ -28,13 +28,8 @@ constexpr auto kUnitTime = std::chrono::milliseconds(12);
 }  // namespace
 
 int main() {
-  std::vector<char> ring(1 << 20);
-  std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  EngineOptions options = options_on_cpu(2, ring, factors);
-  Engine* engine = nullptr;
-  check(hytrain_create(&options, &engine));
-  StagingMemory memory{staging.data(), kSize, 3, kSlots};
-  check(hytrain_set_staging(engine, &memory));
+  const EngineOnCpu on_cpu(2, kSize, kSlots);
+  Engine* engine = on_cpu.engine;
   std::vector<F32Row> rows(kRowsOfUnit * kUnits, F32Row(kSize));  // of unit u: from kRowsOfUnit * u, the last one streamed
   std::vector<float> slots(rows.size() * kSize);  // those of a unit are neighbours
   std::vector<CommitItem> items;

@@ -76,6 +76,19 @@ inline void check(int status) {
   std::exit(1);
 }
 
+// On the CPU device, with its memory and staging for rows of `size`. Whoever makes it destroys the engine.
+struct EngineOnCpu {
+  EngineOnCpu(int workers, int64_t size, int32_t slots) : ring(1 << 20), factors(2), staging(slots * 3 * size) {
+    const hytrain_fx::EngineOptions options = options_on_cpu(workers, ring, factors);
+    check(hytrain_create(&options, &engine));
+    const hytrain_fx::StagingMemory memory{staging.data(), size, 3, slots};
+    check(hytrain_set_staging(engine, &memory));
+  }
+  std::vector<char> ring;
+  std::vector<float> factors, staging;
+  hytrain_fx::Engine* engine = nullptr;
+};
+
 struct F32Row {
   explicit F32Row(int64_t size) : weight(size, 1.0f), master(weight), grad(size, 0.5f), m(size), v(size) {}
   std::vector<float> weight, master, grad, m, v;

@@ -6,8 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
-#include <future>
 #include <vector>
 
 #include "engine_c.h"
@@ -18,7 +16,7 @@ using namespace hytrain_fx;
 namespace {
 
 constexpr int kStreamed = 3, kRowsOfUnit = kStreamed + 1, kUnits = 12, kSlots = 6, kSteps = 24, kRecords = 1 << 14;
-constexpr int kStreamIn = 6;         // as kinds of records and stages of delays are numbered
+constexpr int kStreamIn = 6;                    // as kinds of records and stages of delays are numbered
 constexpr double kSlowUs = 900, kFastUs = 100;  // of one copy; a visit has three
 constexpr int64_t kSize = 4096;
 constexpr auto kUnitTime = std::chrono::milliseconds(5);
@@ -30,13 +28,8 @@ double now_us() {
 }  // namespace
 
 int main() {
-  std::vector<char> ring(1 << 20);
-  std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  EngineOptions options = options_on_cpu(1, ring, factors);
-  Engine* engine = nullptr;
-  check(hytrain_create(&options, &engine));
-  StagingMemory memory{staging.data(), kSize, 3, kSlots};
-  check(hytrain_set_staging(engine, &memory));
+  const EngineOnCpu on_cpu(1, kSize, kSlots);
+  Engine* engine = on_cpu.engine;
   std::vector<F32Row> rows(kRowsOfUnit * kUnits, F32Row(kSize));  // of unit u: from kRowsOfUnit * u, the first one updated by the CPU
   std::vector<float> slots(rows.size() * kSize);
   std::vector<CommitItem> items;

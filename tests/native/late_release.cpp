@@ -19,13 +19,8 @@ constexpr int64_t kSize = 64;
 }  // namespace
 
 int main() {
-  std::vector<char> ring(1 << 16);
-  std::vector<float> factors(2), staging(kSlots * 3 * kSize);
-  EngineOptions options = options_on_cpu(1, ring, factors);
-  Engine* engine = nullptr;
-  check(hytrain_create(&options, &engine));
-  StagingMemory memory{staging.data(), kSize, 3, kSlots};
-  check(hytrain_set_staging(engine, &memory));
+  const EngineOnCpu on_cpu(1, kSize, kSlots);
+  Engine* engine = on_cpu.engine;
   std::vector<F32Row> rows(kRows, F32Row(kSize));
   std::vector<CommitItem> items;
   for (int r = 0; r < kRows; ++r) items.push_back(add_row(engine, r, kRows - 1 - r, rows[r], nullptr, true));
