@@ -18,8 +18,10 @@ Cases = Mapping[str, Case]  # by the names of `zoo.ROWS`
 
 MOST_OVER_LIMIT = 1.15  # host and quarter, of their limits
 MOST_OVER_DEVICE = 1.03  # solved, of all on the GPU
+MOST_LAUNCHING_US = 60.0  # of our nodes, a unit and step
+OURS = ("host", "quarter", "solved")
 HEAD = ("family", "G parameters", "floor", "device", "host", "limit", "host / limit", "quarter", "quarter / its limit", "solved",
-        "solved / device", "torchao", "torchao / host", "limit is of")
+        "solved / device", "torchao", "torchao / host", "limit is of", "launching, us a unit")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class Line:
         limit = {"host": self.host_limit, "quarter": self.quarter_limit}[row]
         return _over(self.step_s(row), None if limit is None else limit.step_s)
 
+    def launching_us(self, row: str) -> float | None:
+        """Host microseconds a unit and step that launching takes more than without our nodes."""
+        if any("launching_s" not in self.rows.get(name, {}) for name in (row, "floor")):
+            return None
+        of = self.rows[row]
+        return 1e6 * float(of["launching_s"] - self.rows["floor"]["launching_s"]) / int(of["plan"]["units"])
+
     def below(self) -> Iterator[str]:
         """What misses its target, in sentences."""
         for row, limit in (("host", self.host_limit), ("quarter", self.quarter_limit)):
@@ -51,6 +60,9 @@ class Line:
                    f"at most {MOST_OVER_DEVICE} is wanted")
         if (over := _over(self.step_s("torchao"), self.step_s("host"))) is not None and over < 1:
             yield f"`{self.family}` host: torchao takes {over:.2f} of its time; no more is wanted"
+        for row in OURS:
+            if (us := self.launching_us(row)) is not None and us > MOST_LAUNCHING_US:
+                yield f"`{self.family}` {row}: our nodes take {us:.0f} us a unit to launch; at most {MOST_LAUNCHING_US:.0f} is wanted"
 
 
 def zoo_markdown(results: Results, families: Mapping[str, Cases]) -> str:
@@ -94,6 +106,7 @@ def _cells(line: Line) -> list[str]:
         _time(line, "solved"), _ratio(_over(line.step_s("solved"), line.step_s("device"))),
         _time(line, "torchao"), _ratio(_over(line.step_s("torchao"), line.step_s("host"))),
         "-" if limit is None else limit.binds,
+        ", ".join(f"{row} {us:.0f}" for row in OURS if (us := line.launching_us(row)) is not None) or "-",
     ]
 
 

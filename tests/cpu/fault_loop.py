@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from .faults import KINDS, Faults, Place
 from .loops import HYPER, Twins, plain_loop, weights
 from .models import Batches, mlp
 from .test_placements import plan_of
+from .threads import engine_threads, threads_left
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 _MOST_TIMES = 1  # a line is tried once for each call of the loop
@@ -259,7 +259,7 @@ def assert_compile_undone(kind: str, engine: Any, device: str = "cpu") -> None:
             hytrain_fx.compile(model, optimizer, k=1, engine=engine, workers=2)
         assert isinstance(raised.value, HytrainError | torch.OutOfMemoryError), f"{place}: {raised.value!r}"
         assert all(type(p) is nn.Parameter for p in model.parameters()), place
-        assert engine_threads() == before, place
+        assert threads_left(before) == [], place
         plain_loop(1)(model, optimizer, batches)
     model, optimizer, batches = _compiled(engine, device)
     plain_loop(1)(model, optimizer, batches)
@@ -280,13 +280,6 @@ def _compiled(engine: Any, device: str, faults: Faults | None = None) -> tuple[A
         faults.call = "compile()"
     _, ours = hytrain_fx.compile(model, optimizer, k=1, engine=engine, workers=2)
     return model, ours, batches
-
-
-def engine_threads() -> list[str]:
-    """The names of the engine's threads, native and Python's."""
-    native = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    python = [thread.name for thread in threading.enumerate()]
-    return sorted(name for name in (*native, *python) if name.startswith("hytrain"))
 
 
 def table(outcomes: dict[str, list[Outcome]]) -> list[str]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +30,7 @@ from . import optimizers
 from .loops import HandAdam
 from .models import VOCABULARY, GptBlock
 from .rank_loops import backward_averaged, clipped_in_shards
+from .threads import threads_left
 
 DTYPES = ("float32", "bfloat16", "autocast")  # autocast: fp32 parameters under autocast to bf16
 ADAMS = ("AdamW", "Adam", "AdamW amsgrad", "AdamW moments")
@@ -311,7 +310,7 @@ class Pair:
         self.ours = self.plain = None  # type: ignore[assignment]
         gc.collect()
         left = [what for what, of in watched if of() is not None]
-        return ", ".join(left + own_threads())
+        return ", ".join(left + threads_left())
 
 
 @contextmanager
@@ -324,12 +323,3 @@ def quick_compiling() -> Iterator[None]:
     with inductor_config.patch(fallback_by_default=True), dynamo:
         yield
     torch.set_num_threads(threads)
-
-
-def own_threads() -> list[str]:
-    """Names of the library's threads in this process."""
-    names = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with contextlib.suppress(OSError):
-            names.append((task / "comm").read_text().strip())
-    return sorted(name for name in names if name.startswith("hytrain"))

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from benchmarks.runner import Launch, measure, run_case
 from docs import draw_figures
 from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
+from hytrain_fx.forecast.bench import loops
 from hytrain_fx.forecast.bench.loops import Trainer
 from hytrain_fx.forecast.bench.windows import MOST_CALMING_STEPS, warm_up
 
@@ -400,6 +402,28 @@ def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], 
 
     trainer = Trainer(step, lambda: None, plans=lambda: len(set(done) & set(with_plans)))
     assert warm_up(trainer, itertools.repeat(torch.zeros(1)), warmup) == ran == len(done)
+
+
+def test_launching_is_the_host_s_time_in_the_newest_forward_and_backward() -> None:
+    """Not that of a whole step; where there has been no step there is none."""
+    layer = torch.nn.Linear(2, 2)
+
+    def backward(batch: float) -> torch.Tensor:
+        time.sleep(batch)
+        return torch.zeros(())
+
+    for trainer in (loops.floor(layer, backward), loops.on_device(layer, backward, foreach=True)):
+        assert trainer.launching_s() is None
+        found = []
+        for slept_s in (0.05, 0.01):
+            begin_s = time.perf_counter()
+            trainer.step(slept_s)
+            taken_s = time.perf_counter() - begin_s
+            launching_s = trainer.launching_s()
+            assert launching_s is not None
+            assert slept_s <= launching_s <= taken_s
+            found.append(launching_s)
+        assert found[0] != found[1]
 
 
 def test_steps_are_timed_once_no_way_is_tried() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +21,7 @@ from hytrain_fx.errors import HostMemoryError
 
 from .loops import HYPER, plain_loop, weights
 from .models import Batches, cnn, gpt, mlp
+from .threads import engine_threads, threads_left
 
 References = dict[str, weakref.ref[Any]]
 
@@ -88,11 +88,6 @@ def references(model: Any, optimizer: Any) -> References:
     return {name: weakref.ref(value) for name, value in found.items()}
 
 
-def threads() -> list[str]:
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if name.startswith("hytrain")]
-
-
 def alive(found: References) -> list[str]:
     for _ in range(2):  # the model's end frees the engine: a cycle with it is found the second time
         gc.collect()
@@ -124,10 +119,10 @@ def test_nothing_of_a_model_is_left(name: str, closed: bool) -> None:
     """
     torch._dynamo.reset()
     gc.collect()
-    before = threads()
+    before = engine_threads()
     found = trained(name, closed)
     assert alive(found) == []
-    assert threads() == before
+    assert threads_left(before) == []
 
 
 def test_what_is_left_after_close_is_what_the_user_holds() -> None:

@@ -19,6 +19,7 @@ from hytrain_fx.session.optimizer import OffloadedOptimizer
 
 from .loops import plain_loop, weights
 from .models import Adapted, Cnn, Mlp, mlp
+from .threads import engine_threads, threads_left
 
 
 class Frozen(nn.Module):
@@ -90,16 +91,10 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
     """compile() raises UnsupportedError that names what it found, and starts no thread."""
     make, message = REFUSED[name]
     model, optimizer = make()
-    threads = native_threads()
+    threads = engine_threads()
     with pytest.raises(errors.UnsupportedError, match=message):
         hytrain_fx.compile(model, optimizer)
-    assert native_threads() == threads
-
-
-def native_threads() -> int:
-    """Threads of this process, those of the engine included."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+    assert threads_left(threads) == []
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -143,10 +138,10 @@ def test_too_little_host_memory_is_known_before_anything_is_allocated(k: int, mo
 def test_a_refused_compile_leaves_no_thread() -> None:
     """A compile() that raises stops what it had started."""
     model = Mlp()
-    threads = native_threads()
+    threads = engine_threads()
     with pytest.raises(errors.HostMemoryError):
         hytrain_fx.compile(model, adamw(model), k=0, host_memory=1)
-    assert native_threads() == threads
+    assert threads_left(threads) == []
 
 
 def test_a_refused_compile_leaves_model_and_optimizer_plain() -> None:

@@ -19,11 +19,12 @@ from hytrain_fx.api import session_of
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Placement
 
-from .fault_loop import FaultLoop, assert_compile_undone, assert_whole_or_undone, engine_threads
+from .fault_loop import FaultLoop, assert_compile_undone, assert_whole_or_undone
 from .faults import KINDS
 from .loops import HYPER, plain_loop, weights
 from .models import mlp
 from .test_placements import plan_of
+from .threads import engine_threads, threads_left
 
 LOOPS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, {}),
@@ -75,7 +76,7 @@ def test_a_device_that_fails_ends_the_engine_and_nothing_else(operations: int) -
             call()
     with contextlib.suppress(EngineError):
         hytrain_fx.close(model)
-    assert engine_threads() == before
+    assert threads_left(before) == []
 
 
 @pytest.mark.parametrize("engine", ["native", "torch"])

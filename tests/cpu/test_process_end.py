@@ -21,25 +21,9 @@ import torch._inductor.config
 from torch import nn
 import hytrain_fx
 from hytrain_fx.api import session_of
+from tests.cpu.threads import engine_threads, threads_left
 torch.set_num_threads(1)
 torch._inductor.config.fallback_by_default = True  # as conftest.py has it for modules without fused_kernels
-
-def threads():
-    # Of the engine, by name: Inductor and autograd have threads that come and go.
-    found = []
-    for task in os.listdir("/proc/self/task"):
-        try:
-            found.append(open(f"/proc/self/task/{task}/comm").read().strip())
-        except OSError:
-            pass  # it has ended
-    return [name for name in found if name.startswith("hytrain-")]
-
-def all_ended():
-    # A thread that was joined may still be listed for a moment.
-    deadline_s = time.monotonic() + 10
-    while threads() and time.monotonic() < deadline_s:
-        time.sleep(1e-3)
-    return not threads()
 
 def make():
     torch.manual_seed(0)
@@ -74,10 +58,10 @@ def test_close_leaves_no_thread() -> None:
         for _ in range(2):
             model, optimizer = make()
             model, optimizer = hytrain_fx.compile(model, optimizer, workers=3)
-            assert len([name for name in threads() if name.startswith("hytrain-cpu-")]) == 3, threads()
+            assert len([name for name in engine_threads().values() if name.startswith("hytrain-cpu-")]) == 3, engine_threads()
             train(model, optimizer)
             hytrain_fx.close(model)
-            assert all_ended(), threads()
+            assert threads_left() == []
     """)
 
 
@@ -87,10 +71,10 @@ def test_a_dropped_model_takes_its_threads_along() -> None:
     run("""
         model, optimizer = make()
         train(*hytrain_fx.compile(model, optimizer))
-        assert threads()
+        assert engine_threads()
         del model, optimizer
         gc.collect()
-        assert all_ended(), threads()
+        assert threads_left() == []
     """)
 
 

@@ -25,7 +25,7 @@ from hytrain_fx.passes.ops import NODES
 
 from .loops import compare, plain_loop
 from .models import mlp
-from .test_errors import native_threads
+from .threads import engine_threads, threads_left
 
 pytestmark = pytest.mark.inductor  # that nodes of a user's operators are still there after it is among the facts
 
@@ -183,10 +183,10 @@ def test_a_wrong_list_is_refused_at_compile(case: str) -> None:
     """Before anything is built, for every kind of graph at once; no thread is left."""
     passes, message = REFUSED[case]
     model, _ = mlp()
-    threads = native_threads()
+    threads = engine_threads()
     with pytest.raises(ConfigError, match=message):
         hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), passes=passes)
-    assert native_threads() == threads
+    assert threads_left(threads) == []
 
 
 def test_a_decorator_names_kinds_that_there_are() -> None:

@@ -22,7 +22,8 @@ from hytrain_fx.planning import first_plan, planning
 
 from .loops import plain_loop
 from .models import Mlp, mlp
-from .test_errors import adamw, native_threads
+from .test_errors import adamw
+from .threads import engine_threads, threads_left
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k above the units": ({"k": 9}, r"k=9: expected .* at most 4"),
@@ -49,10 +50,10 @@ def test_refused_at_compile(name: str) -> None:
     options, message = REFUSED[name]
     model, batches = mlp()
     optimizer: Any = adamw(model)
-    threads = native_threads()
+    threads = engine_threads()
     with pytest.raises(errors.ConfigError, match=message):
         hytrain_fx.compile(model, optimizer, **options)
-    assert native_threads() <= threads  # of an earlier test some may have ended since
+    assert threads_left(threads) == []
     assert all(type(p) is nn.Parameter for p in model.parameters())
     plain_loop(1)(model, optimizer, batches)
 

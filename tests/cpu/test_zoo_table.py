@@ -85,6 +85,20 @@ def test_the_table_has_the_limit_and_names_what_is_below_its_target(tmp_path: Pa
     assert "host memory 300 GB/s, link 20.0 GB/s to the device" in text
 
 
+def test_launching_is_what_our_nodes_add_to_the_floor_s(tmp_path: Path) -> None:
+    """A unit and step, of each row that tells it; one above the target is named."""
+    cases = zoo.cases_of("gpt2", ["floor", "host", "solved"])
+    results = Results(tmp_path / "zoo.json")
+    for name, launching_s in {"floor": 0.080, "host": 0.085, "solved": 0.082}.items():
+        results.put(cases[name], row_of(cases[name], STEPS_S[name], launching_s=launching_s, plan={"units": 50}))
+    (line,) = lines_of(results, "gpt2", cases)
+    assert line.launching_us("host") == pytest.approx(100.0)
+    assert line.launching_us("quarter") is None
+    assert [text for text in line.below() if "launch" in text] == [
+        "`gpt2` host: our nodes take 100 us a unit to launch; at most 60 is wanted"]
+    assert "host 100, solved 40 |" in zoo_markdown(results, {"gpt2": cases})
+
+
 def test_there_is_no_limit_withoutmeasured_rates_or_without_the_floor(tmp_path: Path) -> None:
     """What is missing shows as a dash."""
     cases = zoo.cases_of("gpt2", list(zoo.ROWS))

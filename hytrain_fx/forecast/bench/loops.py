@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -27,11 +28,13 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 class Trainer(Generic[B]):
     """One way of training, ready to step.
 
-    step     one training step on a batch; returns the loss, and does not wait for the device
-    finish   returns when everything of the steps so far is done, on every device
-    about    what the way has to tell about itself once its steps are timed, as JSON
-    plans    how many plans it has made: steps are timed when it makes no more of them
-    tries    whether it still times ways of updating, to choose one
+    step          one training step on a batch; returns the loss, and does not wait for the device
+    finish        returns when everything of the steps so far is done, on every device
+    about         what the way has to tell about itself once its steps are timed, as JSON
+    plans         how many plans it has made: steps are timed when it makes no more of them
+    tries         whether it still times ways of updating, to choose one
+    launching_s   how long the host was in the newest forward and backward, in seconds; None where
+                  it is not known
     """
 
     step: Callable[[B], torch.Tensor]
@@ -39,6 +42,24 @@ class Trainer(Generic[B]):
     about: Callable[[], Mapping[str, Any]] = dict
     plans: Callable[[], int] = int
     tries: Callable[[], bool] = bool
+    launching_s: Callable[[], float | None] = lambda: None
+
+
+class _Launches(Generic[B]):
+    """Calls a forward and backward, and notes how long the host was in it."""
+
+    def __init__(self, backward: Callable[[B], torch.Tensor]) -> None:
+        self._backward = backward
+        self._last_s: float | None = None
+
+    def __call__(self, batch: B) -> torch.Tensor:
+        begin_s = time.perf_counter()
+        loss = self._backward(batch)
+        self._last_s = time.perf_counter() - begin_s
+        return loss
+
+    def last_s(self) -> float | None:
+        return self._last_s
 
 
 def synchronize() -> None:
@@ -50,13 +71,14 @@ def synchronize() -> None:
 def floor(model: nn.Module, backward: Callable[[B], torch.Tensor]) -> Trainer[B]:
     """Compiled forward and backward, no optimizer: what no way of updating can be faster than."""
     model.compile()
+    launches = _Launches(backward)
 
     def step(batch: B) -> torch.Tensor:
-        loss = backward(batch)
+        loss = launches(batch)
         model.zero_grad(set_to_none=True)
         return loss
 
-    return Trainer(step, synchronize)
+    return Trainer(step, synchronize, launching_s=launches.last_s)
 
 
 def on_device(model: nn.Module, backward: Callable[[B], torch.Tensor], **kernel: Any) -> Trainer[B]:
@@ -67,10 +89,11 @@ def on_device(model: nn.Module, backward: Callable[[B], torch.Tensor], **kernel:
     model.compile()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     masters = {parameter: parameter.detach().float() for parameter in parameters if parameter.dtype != torch.float32}
+    launches = _Launches(backward)
     optimizer = torch.optim.AdamW([masters.get(parameter, parameter) for parameter in parameters], **kernel, **ADAMW)
 
     def step(batch: B) -> torch.Tensor:
-        loss = backward(batch)
+        loss = launches(batch)
         for parameter, master in masters.items():
             if parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.float(), None
@@ -81,7 +104,7 @@ def on_device(model: nn.Module, backward: Callable[[B], torch.Tensor], **kernel:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    return Trainer(step, synchronize)
+    return Trainer(step, synchronize, launching_s=launches.last_s)
 
 
 def ours(model: nn.Module, backward: Callable[[B], torch.Tensor], options: Mapping[str, Any], *, barrier: bool = False) -> Trainer[B]:
@@ -92,9 +115,10 @@ def ours(model: nn.Module, backward: Callable[[B], torch.Tensor], options: Mappi
     from hytrain_fx.forecast.bench.our_plan import about
 
     _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW), **options)
+    launches = _Launches(backward)
 
     def step(batch: B) -> torch.Tensor:
-        loss = backward(batch)
+        loss = launches(batch)
         if barrier:
             synchronize()
         optimizer.step()
@@ -108,4 +132,5 @@ def ours(model: nn.Module, backward: Callable[[B], torch.Tensor], options: Mappi
         synchronize()
 
     session = optimizer.session
-    return Trainer(step, finish, lambda: about(model), lambda: len(session.planning.history), lambda: session.foresight.tries)
+    return Trainer(step, finish, lambda: about(model), lambda: len(session.planning.history), lambda: session.foresight.tries,
+                   launches.last_s)

@@ -22,6 +22,7 @@ OTHER_WARMUP_STEPS = 3  # fills caches
 # Without a new plan, and with no way of updating still being tried, before the first window; and
 # how long that is waited for.
 CALM_STEPS, MOST_CALMING_STEPS = 10, 150
+_LAUNCHES = 7
 
 
 def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, device: torch.device, meter: Meter,
@@ -29,7 +30,8 @@ def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, d
     """Three windows of `window` steps: the median, each, and the spread over the median.
 
     Peaks of device memory are the peaks in the windows. Energy is summed over all three windows
-    and given for each step and each of its `step_tokens`.
+    and given for each step and each of its `step_tokens`. Launching is timed after the windows, on
+    a GPU.
     """
     warmup = warm_up(trainer, batches, warmup)
     plans = trainer.plans()
@@ -41,7 +43,8 @@ def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, d
     median = statistics.median(seconds)
     return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
             "warmup_steps": warmup, "plans_in_windows": trainer.plans() - plans,
-            "spread": round((max(seconds) - min(seconds)) / median, 4), **energy}
+            "spread": round((max(seconds) - min(seconds)) / median, 4), **energy,
+            **(_launching(trainer, batches) if device.type == "cuda" else {})}  # on a CPU it is the computation itself
 
 
 def warm_up(trainer: Trainer[B], batches: Iterator[B], steps: int) -> int:
@@ -65,3 +68,16 @@ def _window_s(trainer: Trainer[B], batches: Iterator[B], steps: int) -> float:
         trainer.step(next(batches))
     trainer.finish()
     return (time.perf_counter() - begin) / steps
+
+
+def _launching(trainer: Trainer[B], batches: Iterator[B]) -> dict[str, float]:
+    """The median time of the host in a forward and backward that found nothing to wait for."""
+    found: list[float] = []
+    for _ in range(_LAUNCHES):
+        trainer.finish()
+        trainer.step(next(batches))
+        launching_s = trainer.launching_s()
+        if launching_s is not None:
+            found.append(launching_s)
+    trainer.finish()
+    return {"launching_s": round(statistics.median(found), 6)} if found else {}
