@@ -32,21 +32,22 @@ class Told(IntFlag):
     VAIN = 64  # they are no shorter
 
 
-_WANTS = Told.WANTS_ON_DEVICE | Told.WANTS_STREAMED
+_ACTS = Told.WANTS_ON_DEVICE | Told.WANTS_STREAMED | Told.PAID | Told.VAIN  # told by a rank that can act on what follows
 _KINDS = ((Told.WANTS_STREAMED, Told.HAS_STREAMED), (Told.WANTS_ON_DEVICE, Told.HAS_ON_DEVICE))
 
 
-def to_tell(controller: Told, plan: Plan | None, *, untried: bool, busy: bool) -> Told:
+def to_tell(controller: Told, plan: Plan | None, *, untried: bool, away: bool) -> Told:
     """What a rank tells.
 
     controller    what it says itself
     plan          in force; None: it stays, whatever is tried
-    untried       whether all states on the host would be streamed
-    busy          nothing is to begin now
+    untried       whether it would now stream all states on the host
+    away          it does nothing after this step, so no trial begins or ends
     """
     if plan is None:
         return Told.HAS_ON_DEVICE | Told.HAS_STREAMED
-    found = controller & ~_WANTS if busy else controller | (Told.WANTS_STREAMED if untried else Told.NOTHING)
+    found = controller | (Told.WANTS_STREAMED if untried else Told.NOTHING)
+    found &= ~_ACTS if away else ~Told.NOTHING
     found |= Told.NOTHING if plan.numel(Placement.CPU) else Told.HAS_STREAMED
     return found | (Told.NOTHING if any(map(plan.numel, (Placement.CPU, Placement.STREAM))) else Told.HAS_ON_DEVICE)
 

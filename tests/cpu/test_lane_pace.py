@@ -18,21 +18,21 @@ from .native_programs import built
 class Step:
     """As tests/native/lane_pace.cpp prints it."""
 
-    first_unit_ms: float  # after the backward
-    last_ms: float
-    idle_ms: float
-    planned_share: float  # of the rate that the lane was seen to have
+    held_ms: float  # what the next forward waits for
+    last_ms: float  # when all has come, after the backward
+    planned_share: float  # of the rate that the lane has while the backward runs
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tests/native/lane_pace.cpp, compiled: the engine's plan, played at other rates."""
+    """tests/native/lane_pace.cpp, compiled: the engine's plans and what it learns, played."""
     return built("lane_pace", tmp_path_factory.mktemp("pace"))
 
 
-def steps(program: Path, share: float) -> list[Step]:
-    """24 steps in whose backwards the lane has this share of the rate that it was seen to have."""
-    done = subprocess.run([program, str(share)], capture_output=True, text=True, timeout=60, check=True)
+def steps(program: Path, **loop: float) -> list[Step]:
+    """The steps of a loop with these values; the program has others."""
+    words = [f"{name}={value}" for name, value in loop.items()]
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=True)
     return [Step(*map(float, line.split())) for line in done.stdout.splitlines()]
 
 
@@ -40,27 +40,60 @@ def steps(program: Path, share: float) -> list[Step]:
 def test_a_lane_that_is_behind_is_planned_to_be(program: Path, share: float) -> None:
     """Without that what the forward needs first stands behind what it needs later.
 
-    The planned rate becomes what the lane has, and all comes as soon as before.
+    The planned rate becomes what the lane has, and all comes about as soon as before.
     """
-    first, *_, last = steps(program, share)
-    assert first.planned_share == 1.0
-    assert last.planned_share == pytest.approx(share, rel=0.08)
-    assert last.first_unit_ms < 0.6 * first.first_unit_ms
-    assert last.last_ms < 1.01 * first.last_ms
+    first, *_, last = steps(program, share=share)
+    assert last.planned_share == pytest.approx(1.0, abs=0.05)
+    assert last.held_ms < 0.5 * first.held_ms
+    assert last.last_ms < 1.02 * first.last_ms
 
 
 @pytest.mark.parametrize("share", [0.9, 1.0, 1.3])
 def test_a_lane_that_keeps_up_loses_nothing(program: Path, share: float) -> None:
-    """Nor one that is faster in the backward than it was seen to be."""
-    made = steps(program, share)
-    assert max(of.first_unit_ms for of in made) <= made[0].first_unit_ms + 0.5
+    """Nor one that is faster in the backward than after it."""
+    made = steps(program, share=share)
+    assert max(of.held_ms for of in made) <= made[0].held_ms + 0.5
     assert max(of.last_ms for of in made) <= made[0].last_ms + 0.5
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 1.0, 1.3])
 def test_the_planned_rate_settles(program: Path, share: float) -> None:
     """The last steps have the same one."""
-    assert len({of.planned_share for of in steps(program, share)[-6:]}) == 1
+    assert len({of.planned_share for of in steps(program, share=share)[-6:]}) == 1
+
+
+MUCH = {"visits": 3.0, "visit_mb": 47.0, "weight_mb": 29.0}
+OTHER = {f"other_{name}": value for name, value in MUCH.items()}
+
+
+@pytest.mark.parametrize("foreseen", [0.8, 0.9, 1.0, 1.25])
+@pytest.mark.parametrize("late_us", [0.0, 13_000.0])
+@pytest.mark.parametrize(("visit_mb", "weight_mb"), [(0.1, 1.0), (1.0, 1.0), (5.0, 5.0), (1.0, 50.0)])
+def test_a_lane_with_time_to_spare_teaches_nothing_wrong(
+    program: Path, visit_mb: float, weight_mb: float, late_us: float, foreseen: float
+) -> None:
+    """Most copies wait there for a gradient: how fast they follow one another is not the rate.
+
+    However long that lasts, also where the lane is looked at late in each step and gradients come
+    at other times than planned, a plan with much more to copy does what it does in a new loop.
+    """
+    loop = {"share": 0.5, "late_us": late_us, "foreseen": foreseen}
+    new = steps(program, steps=20, **MUCH, **loop)
+    little = {"visits": 1.0, "visit_mb": visit_mb, "weight_mb": weight_mb}
+    made = steps(program, steps=170, other_at=150, other_share=0.5, **little, **OTHER, **loop)[150:]
+    assert sum(of.held_ms for of in made) <= 1.05 * sum(of.held_ms for of in new)
+    assert max(of.last_ms for of in made) <= max(of.last_ms for of in new) + 0.5
+
+
+def test_a_rate_goes_back_where_nothing_can_be_learnt(program: Path) -> None:
+    """A rate that is learnt from small visits leaves no room for a large one in a short backward.
+
+    Nothing would be planned before its end, and what is not planned is not measured.
+    """
+    made = steps(program, unit_us=400, share=0.07, visits=1, visit_mb=2, weight_mb=1, steps=170, other_at=150, **OTHER)
+    assert made[150].planned_share < 0.1
+    assert made[-1].planned_share == pytest.approx(1.0, abs=0.05)
+    assert made[-1].held_ms < 0.9 * made[150].held_ms
 
 
 def test_the_engine_learns_how_slow_its_lane_is(tmp_path: Path) -> None:

@@ -107,8 +107,17 @@ def test_a_rank_tells_what_it_need_not_try(placement: Placement) -> None:
     """Of a plan that stays: everything. A busy rank wants nothing, and tells of its trial."""
     plan = all_in(placement)
     has = {Placement.GPU: Told.HAS_ON_DEVICE | Told.HAS_STREAMED, Placement.STREAM: Told.HAS_STREAMED}.get(placement, Told.NOTHING)
-    assert to_tell(Told.NOTHING, plan, untried=False, busy=False) == has
-    assert to_tell(Told.NOTHING, None, untried=False, busy=False) == Told.HAS_ON_DEVICE | Told.HAS_STREAMED
-    assert to_tell(Told.WANTS_ON_DEVICE, plan, untried=False, busy=False) == has | Told.WANTS_ON_DEVICE
-    assert to_tell(Told.WANTS_ON_DEVICE, plan, untried=True, busy=True) == has
-    assert to_tell(Told.TRIES | Told.VAIN, plan, untried=False, busy=True) == has | Told.TRIES | Told.VAIN
+    assert to_tell(Told.NOTHING, plan, untried=False, away=False) == has
+    assert to_tell(Told.NOTHING, None, untried=False, away=False) == Told.HAS_ON_DEVICE | Told.HAS_STREAMED
+    assert to_tell(Told.WANTS_ON_DEVICE, plan, untried=False, away=False) == has | Told.WANTS_ON_DEVICE
+    assert to_tell(Told.WANTS_ON_DEVICE, plan, untried=True, away=True) == has
+    assert to_tell(Told.TRIES | Told.VAIN, plan, untried=False, away=False) == has | Told.TRIES | Told.VAIN
+
+
+@pytest.mark.parametrize("found", [Told.PAID, Told.VAIN])
+def test_a_trial_ends_where_each_rank_that_tries_can_act(found: Told) -> None:
+    """One that records its steps stays as it is meanwhile, and would be left with the trial."""
+    plan = all_in(Placement.CPU)
+    others = Told.TRIES | Told.PAID
+    assert Agreed.by([to_tell(Told.TRIES | found, plan, untried=False, away=True), others]) == Agreed()
+    assert Agreed.by([to_tell(Told.TRIES | found, plan, untried=False, away=False), others]) == Agreed(paid=found is Told.PAID)

@@ -10,7 +10,6 @@ constexpr auto kFollowing = std::chrono::microseconds(100);
 // Of the lane's queue, for the rest of a step. A thread that is blocked before a full one holds up the
 // launching thread, too. But that passes a gate only when its weights are on the lane.
 constexpr double kPlacesShare = 0.75;
-constexpr double kGuessedBytesPerUs = 25e3;
 // Each of these is seen to come: what is smaller takes no time on the lane, but a place in its queue,
 // and so would a word behind it.
 constexpr double kShownBytes = 256 << 10;
@@ -47,8 +46,10 @@ class Backward {
       before = row;
     }
     ends_us_ = last_us;
+    if (before) last_ = before->index;
   }
   double ends_us() const { return ends_us_; }
+  int lands_last() const { return last_; }  // a row; -1: none is to come
   double landed_us(const Row& row) const {
     const auto found = by_row_.find(row.index);
     return found == by_row_.end() ? now_us_ : found->second;
@@ -60,6 +61,7 @@ class Backward {
 
  private:
   double now_us_, ends_us_;
+  int last_ = -1;
   std::map<int, double> by_row_;
   std::map<uint64_t, double> by_mark_;
 };
@@ -116,15 +118,15 @@ void FlaggedTail::flag(const Key& key, int place) {
   if (row.flagged++ == 0) ++state_.flagged_rows;
 }
 
-std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
-  const double bytes_per_us = bytes_per_us_ > 0 ? bytes_per_us_ : kGuessedBytesPerUs;
+std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgress& lane) {
+  const double bytes_per_us = rates_.bytes_per_us();
   const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us;
   const Backward backward(state_.rows, now_us);
   const std::vector<LaneItem> all = items(backward, now_us);
-  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us, backward_rate_.bytes_per_us(bytes_per_us), backward.ends_us()};
+  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us, rates_.bytes_per_us_in_backward(), backward.ends_us()};
   const LaneOrder order = lane_order(all, rates, slots, now_us);
-  in_backward_ = order.in_backward;
-  planned_us_ = order.planned_us;
+  lane = LaneProgress(order, now_us, backward.ends_us());
+  lands_last_ = backward.lands_last();
   std::vector<Upload> rest;
   int place = 0, hidden = 0;  // copies, one after the other
   for (size_t i : order.items) {
@@ -142,28 +144,26 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots) {
 
 void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   const double places = kPlacesShare * state_.options.queue_places;
-  if (places > 0) follow(lane, commit, [&lane, places] { return lane.places() < places; }, lock);
+  follow(lane, commit, [&lane, places] { return places <= 0 || lane.places() < places; }, lock);
 }
 
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   follow(lane, commit, [&lane] { return lane.visits() == 0; }, lock);
-  const double before = lane.backward_bytes_per_us(), after = lane.bytes_per_us();
-  backward_rate_.saw(before, planned_us_, lane.backward_took_us());
-  if (after > 0 || bytes_per_us_ == 0) bytes_per_us_ = after > 0 ? after : before;
+  rates_.saw(lane, lands_last_ < 0 ? 0 : std::max(0.0, lane.late(state_.rows[lands_last_].landed_us)));
   if (state_.commits == commit) state_.clock.streamed(state_.device->now_us());
   following_ = false;
 }
 
 template <class Reached>
 void FlaggedTail::follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock) {
-  double asked_us = state_.device->now_us();
-  while (!reached() && !state_.stop && !state_.has_failed()) {
+  for (double asked_us = state_.device->now_us(); !state_.stop && !state_.has_failed();) {
     lock.unlock();
     lane.look(state_.device->now_us());
     if (!reached()) std::this_thread::sleep_for(kFollowing);
     lock.lock();
+    if (reached()) return;
     const double now_us = state_.device->now_us();
-    if (following_ && !reached() && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
+    if (following_ && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
     asked_us = now_us;
   }
 }

@@ -43,15 +43,14 @@ class FlaggedTail {
   // Whether the rest of the step can be put on the lane: someone waits for it, and nothing is left
   // in between except what the engine and the device do by themselves.
   bool may_be_sent() const;
-  // What is to be put on the lane, in its order. From here on, chunks that are not updated are
-  // FLAGGED or PROMISED. `busy_bytes`: the lane has those to copy before; `slots`: of staging memory.
-  std::vector<Upload> take(int64_t busy_bytes, int slots);
-  // The uploader waits: until there is room on the lane for more of it, and until the last streamed
-  // states are on the device, for FinishTimes and to learn how fast the lane is.
+  // What is to be put on the lane, in its order, and what tells how far that has come. From here on,
+  // chunks that are not updated are FLAGGED or PROMISED. `busy_bytes`: the lane has those to copy
+  // before; `slots`: of staging memory.
+  std::vector<Upload> take(int64_t busy_bytes, int slots, LaneProgress& lane);
+  // The uploader looks how far the lane is, and waits: until there is room on it for more, and until
+  // the last streamed states are on the device, for FinishTimes and to learn how fast the lane is.
   void await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock);
   void await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock);
-  // Of what take() gave: so much will have come when the backward ends.
-  size_t in_backward() const { return in_backward_; }
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }
   // Returns when no chunk is flagged, or when the engine has failed.
@@ -65,10 +64,8 @@ class FlaggedTail {
 
   EngineState& state_;
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
-  double bytes_per_us_ = 0;  // of the lane, after the last backward that was followed; 0: not seen yet
-  BackwardRate backward_rate_;
-  size_t in_backward_ = 0;
-  double planned_us_ = 0;  // for these
+  LearntRates rates_;
+  int lands_last_ = -1;  // the row whose gradient does, of those to come
 };
 
 }  // namespace hytrain_fx

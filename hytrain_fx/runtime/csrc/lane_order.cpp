@@ -1,7 +1,6 @@
 #include "lane_order.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <set>
 #include <tuple>
@@ -10,8 +9,6 @@ namespace hytrain_fx {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-// What is too short, or nearly as planned, tells nothing; and no step alone tells much.
-constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.3, kTrust = 0.5;
 
 // Items that become ready one after the other, and of those that are, the lowest unit.
 class Waiting {
@@ -71,16 +68,20 @@ std::vector<double> updated_us(const std::vector<LaneItem>& items, double params
 
 LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us) {
   const std::vector<double> updated = updated_us(items, rates.params_per_us, now_us);
+  const auto copied_us = [&rates](double bytes, double at_us) {
+    return bytes / (at_us < rates.backward_ends_us ? rates.bytes_per_us_in_backward : rates.bytes_per_us);
+  };
   Waiting weights(items), states(items);
-  double longest = 0;  // of one visit: a weight stands so much later than it is ready, and the lane seldom waits for a worker
-  for (size_t i = 0; i < items.size(); ++i) {
-    if (items[i].is_states) longest = std::max(longest, items[i].bytes / rates.bytes_per_us_in_backward);
+  double longest = 0;  // visit: a weight stands so much later than it is ready, and the lane seldom waits for a worker
+  for (const LaneItem& item : items) {
+    if (item.is_states) longest = std::max(longest, item.bytes);
   }
   for (size_t i = 0; i < items.size(); ++i) {
     if (items[i].is_states) {
       states.add(items[i].landed_us, i);
     } else {
-      weights.add(std::max(updated[i], items[i].released_us) + (items[i].params > 0 ? longest : 0), i);
+      const double ready_us = std::max(updated[i], items[i].released_us);
+      weights.add(ready_us + (items[i].params > 0 ? copied_us(longest, ready_us) : 0), i);
     }
   }
   std::multiset<double> free_us;  // staging slots
@@ -88,15 +89,10 @@ LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates,
   LaneOrder found;
   std::vector<size_t>& order = found.items;
   order.reserve(items.size());
-  double first_us = 0;
-  const auto copied_us = [&rates](double bytes, double at_us) {
-    return bytes / (at_us < rates.backward_ends_us ? rates.bytes_per_us_in_backward : rates.bytes_per_us);
-  };
   for (double at_us = now_us; order.size() < items.size();) {
-    if (order.size() == 1 && first_us == 0) first_us = at_us;
     if (at_us <= rates.backward_ends_us && order.size() > found.in_backward && items[order.back()].is_states) {
       found.in_backward = order.size();
-      found.planned_us = at_us - first_us;
+      found.planned_us = at_us - now_us;
     }
     weights.advance(at_us);
     states.advance(at_us);
@@ -123,16 +119,6 @@ LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates,
     }
   }
   return found;
-}
-
-void BackwardRate::saw(double bytes_per_us, double planned_us, double took_us) {
-  if (bytes_per_us_ == 0) {
-    bytes_per_us_ = bytes_per_us;
-    return;
-  }
-  if (planned_us < kLeastPlannedUs || took_us <= 0) return;
-  const double longer = std::clamp(took_us / planned_us - 1, -kMostChange, kMostChange);
-  if (std::abs(longer) >= kLeastChange) bytes_per_us_ /= 1 + kTrust * longer;
 }
 
 }  // namespace hytrain_fx

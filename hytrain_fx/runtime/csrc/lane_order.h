@@ -33,24 +33,11 @@ struct LaneRates {
 struct LaneOrder {
   std::vector<size_t> items;  // places in what was asked about, in the order for the lane
   size_t in_backward = 0;     // up to the last states that have come when the backward ends
-  double planned_us = 0;      // for these, from when the first of them has come
+  double planned_us = 0;      // for these, from now on
 };
 
 // Times are the host's; the lane is free at `now_us`. Of one row's states the first chunk comes first.
 // `slots`: staging slots for states.
 LaneOrder lane_order(const std::vector<LaneItem>& items, const LaneRates& rates, int slots, double now_us);
-
-// The lane's rate while the backward runs, beside gradients on their way to the host. It begins with
-// what copies were seen to take. Then it is learnt from how long all took that was to come before the
-// backward's end: the lane would be behind its plan there, and what the forward needs first, whose
-// gradient comes last, would stand behind all that it needs later.
-class BackwardRate {
- public:
-  double bytes_per_us(double otherwise) const { return bytes_per_us_ > 0 ? bytes_per_us_ : otherwise; }
-  void saw(double bytes_per_us, double planned_us, double took_us);
-
- private:
-  double bytes_per_us_ = 0;
-};
 
 }  // namespace hytrain_fx

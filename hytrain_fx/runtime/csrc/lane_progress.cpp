@@ -1,11 +1,16 @@
 #include "lane_progress.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace hytrain_fx {
 namespace {
 
 constexpr size_t kLeastRates = 5;
+constexpr double kGuessedBytesPerUs = 25e3;
+// What is too short, or nearly as planned, tells nothing; and no step alone tells much.
+constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.3, kTrust = 0.5;
+constexpr double kLeastShare = 1.0 / 16;  // in the backward, of the rate after it
 
 // Of a weight: waits for its flag and for its last reader, the copy, an event, and a word behind it. Of
 // states: two waits, a copy for a master and for each of them, an event and a word.
@@ -17,6 +22,7 @@ void LaneProgress::add(const OnLane& copy) {
   rest_.push_back(copy);
   places_ += places_of(copy);
   visits_ += copy.is_states;
+  has_weights_ = has_weights_ || !copy.is_states;
 }
 
 void LaneProgress::look(double now_us) {
@@ -32,11 +38,8 @@ void LaneProgress::look(double now_us) {
     visits_ -= came.is_states;
   }
   if (!any) return;
-  if (first_came_us_ == 0) first_came_us_ = now_us;
-  if (backward_came_us_ == 0 && came_ >= in_backward_) backward_came_us_ = now_us;
-  if (has_states && last_us_ > 0 && now_us > last_us_) {
-    (came_ > in_backward_ ? rates_ : backward_rates_).push_back(bytes / (now_us - last_us_));
-  }
+  if (took_us_ == 0 && came_ >= in_backward_) took_us_ = now_us - began_us_;
+  if (has_states && came_ > in_backward_ && last_us_ > 0 && now_us > last_us_) rates_.push_back(bytes / (now_us - last_us_));
   last_us_ = now_us;
 }
 
@@ -48,10 +51,26 @@ bool LaneProgress::stands() const {
   return at != rest_.end() && at->awaited && at->awaited->is(ChunkState::FLAGGED);
 }
 
-double LaneProgress::median(std::vector<double>& of) {
-  if (of.size() < kLeastRates) return 0;
+double LaneProgress::bytes_per_us() const {
+  if (rates_.size() < kLeastRates || !has_weights_) return 0;
+  std::vector<double> of = rates_;
   std::nth_element(of.begin(), of.begin() + static_cast<std::ptrdiff_t>(of.size() / 2), of.end());
   return of[of.size() / 2];
+}
+
+double LearntRates::bytes_per_us() const { return after_ > 0 ? after_ : kGuessedBytesPerUs; }
+
+void LearntRates::saw(const LaneProgress& lane, double late) {
+  double rate = bytes_per_us_in_backward();
+  if (lane.bytes_per_us() > 0) after_ = lane.bytes_per_us();
+  if (late > 0 && (lane.planned_us() < kLeastPlannedUs || lane.took_us() <= 0)) {
+    rate += kTrust * (bytes_per_us() - rate);
+  } else if (late > 0) {
+    const double took = lane.took_us() / lane.planned_us();
+    const double longer = took / std::clamp(took, std::min(late, 1.0), std::max(late, 1.0)) - 1;
+    if (std::abs(longer) >= kLeastChange) rate /= 1 + kTrust * std::clamp(longer, -kMostChange, kMostChange);
+  }
+  in_backward_ = std::clamp(rate, kLeastShare * bytes_per_us(), bytes_per_us());
 }
 
 }  // namespace hytrain_fx

@@ -3,10 +3,12 @@
 // as long as the launching thread is blocked in it.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <vector>
 
 #include "chunk.h"
+#include "lane_order.h"
 
 namespace hytrain_fx {
 
@@ -19,8 +21,10 @@ struct OnLane {  // one weight, or states of one visit
 
 class LaneProgress {
  public:
-  // `in_backward`: so many copies are to have come when the backward ends.
-  explicit LaneProgress(size_t in_backward) : in_backward_(in_backward) {}
+  LaneProgress() = default;
+  // `began_us`: the time that the order was planned for; `ends_us`: when the backward was to end.
+  LaneProgress(const LaneOrder& order, double began_us, double ends_us)
+      : in_backward_(order.in_backward), planned_us_(order.planned_us), began_us_(began_us), ends_us_(ends_us) {}
   void add(const OnLane& copy);
   void look(double now_us);
   // It waits for an update by the CPU, and not for the gradient. With the lock held.
@@ -28,22 +32,42 @@ class LaneProgress {
   // What has not come: places in the lane's queue, and visits.
   int places() const { return places_; }
   int visits() const { return visits_; }
-  // From when the first copy had come until all those of the backward had; 0: not seen.
-  double backward_took_us() const { return backward_came_us_ > first_came_us_ ? backward_came_us_ - first_came_us_ : 0; }
-  // The median over its streamed states, as some of them stand and wait: those of the backward, and
-  // others. 0: too few were seen.
-  double backward_bytes_per_us() { return median(backward_rates_); }
-  double bytes_per_us() { return median(rates_); }
+  // For what was to come before the backward's end. Took: 0 where it has not come.
+  double planned_us() const { return planned_us_; }
+  double took_us() const { return took_us_; }
+  // The backward's time as a share of what was planned, if it has ended then.
+  double late(double ended_us) const { return (ended_us - began_us_) / std::max(ends_us_ - began_us_, 1.0); }
+  // The median over streamed states that were to come later, as some of them stand and wait. 0: too
+  // few were seen, or no weight was with them: then nobody knows when the backward ends.
+  double bytes_per_us() const;
 
  private:
-  static double median(std::vector<double>& of);
-
   std::deque<OnLane> rest_;
   int places_ = 0, visits_ = 0;
-  size_t in_backward_, came_ = 0;
-  double first_came_us_ = 0, backward_came_us_ = 0;
-  double last_us_ = 0;
-  std::vector<double> backward_rates_, rates_;
+  bool has_weights_ = false;
+  size_t in_backward_ = 0, came_ = 0;
+  double planned_us_ = 0, took_us_ = 0, began_us_ = 0, ends_us_ = 0, last_us_ = 0;
+  std::vector<double> rates_;
+};
+
+// The lane's rates in the steps to come. Beside gradients on their way to the host it is slower: by
+// how much is learnt from how long all took that was to come before the backward's end. Otherwise the
+// lane would be behind its plan there, and what the forward needs first, whose gradient comes last,
+// would stand behind all that it needs later.
+//
+// How fast copies follow one another in a backward does not tell: most wait there for a gradient. And
+// where the lane has time to spare, it is late or early as gradients are. What these explain teaches
+// nothing. Other causes may stay for many steps, so the rate has limits. It goes back to that after
+// the backward where little is to come before.
+class LearntRates {
+ public:
+  double bytes_per_us() const;  // after the backward
+  double bytes_per_us_in_backward() const { return in_backward_ > 0 ? in_backward_ : bytes_per_us(); }
+  // `late`: of the backward; 0: not known, as where it had ended before.
+  void saw(const LaneProgress& lane, double late);
+
+ private:
+  double after_ = 0, in_backward_ = 0;  // 0: not known
 };
 
 }  // namespace hytrain_fx

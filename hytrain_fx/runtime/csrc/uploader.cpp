@@ -163,8 +163,8 @@ void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
   const bool has_states = !state_.streaming.empty();
   tail_.set_followed(has_states);
-  std::vector<Upload> rest = tail_.take(bytes_, staging_.size());
-  LaneProgress lane(tail_.in_backward());
+  LaneProgress lane;
+  std::vector<Upload> rest = tail_.take(bytes_, staging_.size(), lane);
   for (Upload& upload : rest) {
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
     const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
