@@ -96,14 +96,33 @@ def test_a_rate_goes_back_where_nothing_can_be_learnt(program: Path) -> None:
     assert made[-1].held_ms < 0.9 * made[150].held_ms
 
 
-def test_the_engine_learns_how_slow_its_lane_is(tmp_path: Path) -> None:
-    """tests/native/late_lane.cpp: copies take nine times as long while the backward runs.
+@pytest.fixture(scope="module")
+def engine_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tests/native/late_lane.cpp, compiled: copies take nine times as long in the backward."""
+    return built("late_lane", tmp_path_factory.mktemp("late"))
 
-    At first a dozen visits of later units come before those of the first unit, later hardly any.
-    """
-    done = subprocess.run([built("late_lane", tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+
+def visits(program: Path, streamed_of_unit: int) -> list[tuple[int, int]]:
+    """Of each step: visits between the backward's end and unit 0, and visits before that end."""
+    done = subprocess.run([program, str(streamed_of_unit)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    before = list(map(int, done.stdout.split()))
-    assert len(before) == 24
-    assert sum(before[1:7]) >= 12
-    assert sum(before[-6:]) <= sum(before[1:7]) / 2, before
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(found) == 24
+    return [(between, before) for between, before in found]
+
+
+def test_the_engine_learns_how_slow_its_lane_is(engine_program: Path) -> None:
+    """At first a dozen visits of later units come before the first unit's, later hardly any."""
+    between = [of for of, _ in visits(engine_program, 3)]
+    assert sum(between[1:7]) >= 12
+    assert sum(between[-6:]) <= sum(between[1:7]) / 2, between
+
+
+def test_states_stream_beside_the_backward_where_all_are_streamed(engine_program: Path) -> None:
+    """No gradient lands on the host then, which would tell when states may be updated.
+
+    In the order of units the lane would stand at the first ones, in all staging memory there is
+    (6 visits), until the backward has ended.
+    """
+    found = visits(engine_program, 4)
+    assert sum(before for _, before in found[1:]) > 2 * 6 * len(found[1:]), found

@@ -69,13 +69,16 @@ class Backward {
 bool FlaggedTail::may_be_sent() const {
   if (state_.waiting == 0 || state_.has_failed() || !state_.ahead.empty()) return false;
   const bool foreseen = state_.device->shows_events();
-  bool any = !state_.streaming.empty();
+  bool any = !state_.streaming.empty(), lands = false;
   for (const Row& row : state_.rows) {
     if (!row.awaits_copies()) continue;
     if (!row.may_be_flagged(foreseen)) return false;
+    lands = lands || is_landing(row);
     any = any || std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return !chunk.is_updated(); });
   }
-  return any;
+  // Nobody knows then when states may be updated, and by units the lane would stand until the backward's end.
+  const auto may_be_updated = [this](const Key& key) { return state_.row(key).open->known_done(); };
+  return any && (lands || std::all_of(state_.streaming.begin(), state_.streaming.end(), may_be_updated));
 }
 
 // What is still to go: new weights, updated or not, then states.
