@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from hytrain_fx.ir.task_graph import ARRIVALS, Cut, Resource, TaskGraph, TaskId, TaskKind
 
 LANES = tuple(Resource)
+_LANE_OF = {resource: lane for lane, resource in enumerate(LANES)}
 # Who goes first on a lane.
 _STREAMED_UPDATE, _FETCH, _COMPUTE, _COPY, _LATE = -1, 0, 0, 1, 2
 _COMPUTES = (TaskKind.BACKWARD, TaskKind.FORWARD)
@@ -36,7 +37,8 @@ class CompiledGraph:
     rank, piece_at      of each piece, lower goes first; the piece of a rank
     ahead_rank          of each streamed load while its gradient is not there: new weights pass it
     loads_of            the loads whose gradient a task makes
-    waits, then         of each piece: how many pieces must end first; the pieces that wait for it
+    waits, then         of each piece: how many pieces must end first; how many places behind it are
+                        the pieces that wait for it
     gates, opens        of each task: how many tasks (or first pieces of them) must be over first;
                         the tasks that wait for all of it
     opens_at            by piece: the tasks that wait for this piece of the backward, with which the
@@ -55,7 +57,7 @@ class CompiledGraph:
     piece_at: list[int] = field(default_factory=list)
     loads_of: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     waits: list[int] = field(default_factory=list)
-    then: list[list[int]] = field(default_factory=list)
+    then: list[tuple[int, ...]] = field(default_factory=list)
     gates: list[int] = field(default_factory=list)
     opens: list[list[int]] = field(default_factory=list)
     opens_at: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -63,11 +65,11 @@ class CompiledGraph:
 
 def compiled(graph: TaskGraph) -> CompiledGraph:
     """The arrays of a graph."""
-    made = CompiledGraph(list(graph.dag), [0], graph.slots)
+    made = CompiledGraph(list(graph.works), [0], graph.slots)
     number_of = {task: number for number, task in enumerate(made.tasks)}
-    for number, (_, node) in enumerate(graph.dag.nodes(data=True)):
-        lane = LANES.index(node["resource"])
-        for cut in node["cuts"]:
+    for number, work in enumerate(graph.works.values()):
+        lane = _LANE_OF[work.resource]
+        for cut in work.cuts:
             made.us += [cut.us] * cut.pieces
             made.host_bytes += [cut.host_bytes] * cut.pieces
         count = len(made.us) - made.first[-1]
@@ -85,31 +87,35 @@ def compiled(graph: TaskGraph) -> CompiledGraph:
 
 
 def _connect(made: CompiledGraph, graph: TaskGraph, number_of: dict[TaskId, int]) -> None:
-    made.waits, made.then = [0] * len(made.us), [[] for _ in made.us]
+    made.waits, made.then = [0] * len(made.us), [()] * len(made.us)
     made.gates, made.opens = [0] * len(made.tasks), [[] for _ in made.tasks]
     for number, task in enumerate(made.tasks):
         if task.kind in _COMPUTES:
-            for piece in range(made.first[number], made.first[number + 1] - 1):
-                _wait(made, piece, piece + 1)
-    for before, after, edge in graph.dag.edges(data=True):
+            first, count = made.first[number], made.first[number + 1] - made.first[number]
+            _follow(made, first, first + 1, count - 1)
+    for (before, after), order in graph.orders.items():
         source, target = number_of[before], number_of[after]
-        if edge["by_piece"]:
+        if order.by_piece:
             piece_of = {cut.begin: piece for cut, piece in _ranges(graph, before, made.first[source])}
             for cut, piece in _ranges(graph, after, made.first[target]):
                 if cut.begin in piece_of:
-                    for i in range(cut.pieces):
-                        _wait(made, piece_of[cut.begin] + i, piece + i)
+                    _follow(made, piece_of[cut.begin], piece, cut.pieces)
             continue
         made.gates[target] += 1
-        if edge["pieces"] is None:
+        if order.pieces is None:
             made.opens[source].append(target)
         else:
-            made.opens_at[made.first[source] + edge["pieces"] - 1].append(target)
+            made.opens_at[made.first[source] + order.pieces - 1].append(target)
 
 
-def _wait(made: CompiledGraph, before: int, after: int) -> None:
-    made.then[before].append(after)
-    made.waits[after] += 1
+def _follow(made: CompiledGraph, before: int, after: int, count: int) -> None:
+    """So many pieces from `after` on wait for as many from `before` on, each for one.
+
+    Pieces of one range are alike, so that their lists are filled at once.
+    """
+    if count > 0:
+        made.then[before : before + count] = [(*made.then[before], after - before)] * count
+        made.waits[after : after + count] = [made.waits[after] + 1] * count
 
 
 def _ranges(graph: TaskGraph, task: TaskId, piece: int) -> Iterator[tuple[Cut, int]]:
@@ -117,7 +123,7 @@ def _ranges(graph: TaskGraph, task: TaskId, piece: int) -> Iterator[tuple[Cut, i
 
     `piece` is the task's own first piece.
     """
-    for cut in graph.dag.nodes[task]["cuts"]:
+    for cut in graph.works[task].cuts:
         yield cut, piece
         piece += cut.pieces
 
@@ -135,11 +141,10 @@ def _rank(made: CompiledGraph, graph: TaskGraph) -> None:
     for _, piece, count, ahead in sorted(ranges):
         rank = len(made.piece_at)
         made.piece_at += range(piece, piece + count)
-        for i in range(count):
-            if ahead:
-                made.ahead_rank[piece + i] = rank + i
-            else:
-                made.rank[piece + i] = rank + i
+        if ahead:
+            made.ahead_rank.update(zip(range(piece, piece + count), range(rank, rank + count), strict=True))
+        else:
+            made.rank[piece : piece + count] = range(rank, rank + count)
 
 
 def _urgency(kind: TaskKind, cut: Cut) -> int:

@@ -12,6 +12,7 @@ The runtime's rules (weights/fetched_units.py), played without times:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,9 @@ class _Cache:
         """The uses of one step."""
         for now in range(begin, end):
             window = range(now, min(now + self._ahead + 1, end))
+            units = {self._uses[i].unit for i in window}
             for position in window:
-                self._bring(position, {self._uses[i].unit for i in window})
+                self._bring(position, units)
             self._slot_of(self._uses[now].unit).used = now
 
     def out_of_date(self) -> None:
@@ -167,7 +169,11 @@ def exposed_fetch_us(schedule: Schedule) -> float:
     Fetches come in the order of need: it is that one, or one behind it, that the device waits for.
     """
     copies = _merged(i for i in schedule.intervals if i.task.kind in ARRIVALS)
-    return sum(_shared_us(copies, begin_us, end_us) for begin_us, end_us in _idle(schedule)) if copies else 0.0
+    if not copies:
+        return 0.0
+    starts, ends = zip(*copies, strict=True)
+    return sum(_shared_us(copies[bisect_right(ends, begin_us) : bisect_left(starts, end_us)], begin_us, end_us)
+               for begin_us, end_us in _idle(schedule))
 
 
 def _idle(schedule: Schedule) -> list[tuple[float, float]]:
@@ -193,4 +199,4 @@ def _merged(copies: Iterable[Interval]) -> list[tuple[float, float]]:
 
 
 def _shared_us(copies: Sequence[tuple[float, float]], begin_us: float, end_us: float) -> float:
-    return sum(max(min(end, end_us) - max(start, begin_us), 0.0) for start, end in copies)
+    return sum((max(min(end, end_us) - max(start, begin_us), 0.0) for start, end in copies), start=0.0)

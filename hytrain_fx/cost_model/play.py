@@ -6,11 +6,13 @@ own. The host's memory is shared by all. A collective begins when every rank has
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
+from operator import itemgetter
 
 from hytrain_fx.cost_model.compiled_graph import LANES, CompiledGraph
 from hytrain_fx.ir.task_graph import Resource, TaskId, TaskKind
@@ -36,24 +38,19 @@ def play_together(ranks: Sequence[tuple[CompiledGraph, int]], host_bytes_per_us:
     ranks   each graph, and how many ranks run it alike: together they move so many times its bytes
             of the host's memory
     """
-    meeting = _Meeting(len(ranks))
-    running = Running(host_bytes_per_us)
-    plays: list[_Play] = []
-    owner: list[_Play] = []  # of each piece, numbered through all ranks
-    for arrays, alike in ranks:
-        plays.append(_Play(arrays, alike, len(owner), meeting))
-        owner += [plays[-1]] * len(arrays.us)
-    now_us = 0.0
+    meeting, running = _Meeting(len(ranks)), _Running(host_bytes_per_us)
+    plays = [_Play(arrays, alike, meeting) for arrays, alike in ranks]
     for one in plays:
         one.begin()
+    now_us = 0.0
     while True:
         for one in plays:
             one.start(running, now_us)
         if not running:
             return [one.run for one in plays]
         now_us, ended = running.until_next_end(now_us)
-        for number in ended:
-            owner[number].end(number, now_us)
+        for _, _, one, piece, _ in ended:
+            one.end(piece, now_us)
 
 
 class _Meeting:
@@ -75,14 +72,16 @@ class _Meeting:
 class _Play:
     """One rank: which of its pieces are ready, and which run."""
 
-    def __init__(self, arrays: CompiledGraph, alike: int, first: int, meeting: _Meeting) -> None:
+    def __init__(self, arrays: CompiledGraph, alike: int, meeting: _Meeting) -> None:
         self.run = Run([], [0.0] * len(arrays.us), [0.0] * len(arrays.us))
-        self._arrays, self._alike, self._first, self._meeting = arrays, alike, first, meeting
+        self._arrays, self._alike, self._meeting = arrays, alike, meeting
+        self._lane_of, self._task_of = arrays.lane_of, arrays.task_of  # here, too: every piece asks for them
         self._busy = [False] * len(LANES)
         self._ready: list[list[int]] = [[] for _ in LANES]  # ranks
         self._staging = Staging(arrays)
-        self._waits, self._gates = list(arrays.waits), list(arrays.gates)
-        self._left = [end - begin for begin, end in zip(arrays.first, arrays.first[1:], strict=False)]
+        self._waits = [1 + count for count in arrays.waits]  # 1 for its task, which is opened
+        self._gates = list(arrays.gates)
+        self._left = [end - begin for begin, end in pairwise(arrays.first)]
 
     def begin(self) -> None:
         """What waits for nothing is ready."""
@@ -90,54 +89,53 @@ class _Play:
             if not gate:
                 self._opened(task)
 
-    def start(self, running: Running, now_us: float) -> None:
+    def start(self, running: _Running, now_us: float) -> None:
         """Begin what free lanes can take."""
-        arrays = self._arrays
-        for rank in self._staging.taken():
-            heapq.heappush(self._ready[_H2D], rank)
+        if self._staging.waiting:
+            for rank in self._staging.taken():
+                heappush(self._ready[_H2D], rank)
+        busy = self._busy
         for lane, queue in enumerate(self._ready):
-            if queue and not self._busy[lane]:
-                piece = arrays.piece_at[heapq.heappop(queue)]
-                self._busy[lane] = True
-                running.start(self._first + piece, arrays.us[piece], self._alike * arrays.host_bytes[piece], now_us)
-                self.run.order.append(piece)
-                self.run.start_us[piece] = now_us
+            if queue and not busy[lane]:
+                arrays, run = self._arrays, self.run
+                piece = arrays.piece_at[heappop(queue)]
+                busy[lane] = True
+                running.start(self, piece, arrays.us[piece], self._alike * arrays.host_bytes[piece], now_us)
+                run.order.append(piece)
+                run.start_us[piece] = now_us
 
-    def end(self, number: int, now_us: float) -> None:
-        """A piece is over; `number` counts through all ranks."""
-        piece = number - self._first
+    def end(self, piece: int, now_us: float) -> None:
+        """A piece is over: what waits for it waits for one thing less."""
         self.run.end_us[piece] = now_us
-        self._busy[self._arrays.lane_of[piece]] = False
-        self._finish(piece)
-
-    def make_ready(self, piece: int) -> None:
-        """Its lane may take the piece."""
-        heapq.heappush(self._ready[self._arrays.lane_of[piece]], self._arrays.rank[piece])
-
-    def _arrive(self, piece: int) -> None:
-        """All that the piece waits for on this rank is done."""
-        arrays = self._arrays
-        if piece in arrays.ahead_rank:
-            self._staging.arrive(piece)
-        elif arrays.lane_of[piece] == _COLLECTIVES:
-            self._meeting.arrive(arrays.tasks[arrays.task_of[piece]], self, piece)
-        else:
-            self.make_ready(piece)
-
-    def _finish(self, piece: int) -> None:
-        arrays = self._arrays
-        task = arrays.task_of[piece]
-        if arrays.tasks[task].kind is TaskKind.STREAM_OUT:
+        arrays, task, lane = self._arrays, self._task_of[piece], self._lane_of[piece]
+        self._busy[lane] = False
+        if lane == _D2H and arrays.tasks[task].kind is TaskKind.STREAM_OUT:
             self._staging.free += 1
-        for other in arrays.then[piece]:
-            self._waits[other] -= 1
-            if not self._waits[other] and not self._gates[arrays.task_of[other]]:
-                self._arrive(other)
-        for other in arrays.opens_at.get(piece, ()):
-            self._open(other)
+        for behind in arrays.then[piece]:
+            self._one_less(piece + behind)
+        if piece in arrays.opens_at:
+            for opened in arrays.opens_at[piece]:
+                self._open(opened)
         self._left[task] -= 1
         if not self._left[task]:
             self._over(task)
+
+    def make_ready(self, piece: int) -> None:
+        """Its lane may take the piece."""
+        heappush(self._ready[self._lane_of[piece]], self._arrays.rank[piece])
+
+    def _one_less(self, piece: int) -> None:
+        """The piece waits for one thing less; with the last it has arrived."""
+        self._waits[piece] -= 1
+        if self._waits[piece]:
+            return
+        lane = self._lane_of[piece]
+        if lane == _H2D and piece in self._arrays.ahead_rank:
+            self._staging.arrive(piece)
+        elif lane == _COLLECTIVES:
+            self._meeting.arrive(self._arrays.tasks[self._task_of[piece]], self, piece)
+        else:
+            heappush(self._ready[lane], self._arrays.rank[piece])
 
     def _over(self, task: int) -> None:
         """All pieces of the task are done."""
@@ -156,8 +154,7 @@ class _Play:
         if not self._left[task]:
             self._over(task)
         for piece in range(self._arrays.first[task], self._arrays.first[task + 1]):
-            if not self._waits[piece]:
-                self._arrive(piece)
+            self._one_less(piece)
 
 
 # ---- Pieces that run at once share the bandwidth of the host's memory ----
@@ -167,7 +164,12 @@ class _Play:
 # runs alone, gave 215 GB/s: AdamW at 0.73 and the copies at 0.76 of their rates.
 
 
-class Running:
+_Entry = tuple[float, int, _Play, int, float]
+"""A piece that runs: its end, the number of its start, whose it is, its own number, and the bytes
+of the shared memory that it wants in a microsecond."""
+
+
+class _Running:
     """The pieces that run, each to its end; those that move host memory on their own clock.
 
     That clock is `slowness` times slower than real time while they want more bytes than the memory
@@ -176,47 +178,56 @@ class Running:
 
     def __init__(self, bytes_per_us: float | None) -> None:
         self._bytes_per_us = bytes_per_us
-        # by real end: end, number of its start, piece
-        self._alone: list[tuple[float, int, int]] = []
-        # by end on the shared clock; last the bytes it wants in a microsecond
-        self._sharing: list[tuple[float, int, int, float]] = []
+        self._alone: list[_Entry] = []  # by real end
+        self._sharing: list[_Entry] = []  # by end on the shared clock
         self._clock_us = 0.0
         self._started = 0
 
     def __bool__(self) -> bool:
         return bool(self._alone or self._sharing)
 
-    @property
-    def slowness(self) -> float:
+    def start(self, one: _Play, piece: int, us: float, host_bytes: float, now_us: float) -> None:
+        """Begin a piece that alone would take `us` and move `host_bytes`."""
+        self._started += 1
+        if host_bytes and us and self._bytes_per_us is not None:
+            heappush(self._sharing, (self._clock_us + us, self._started, one, piece, host_bytes / us))
+        else:
+            heappush(self._alone, (now_us + us, self._started, one, piece, 0.0))
+
+    def until_next_end(self, now_us: float) -> tuple[float, list[_Entry]]:
+        """When the next piece ends, and all that end then, in order of their start."""
+        alone, sharing = self._alone, self._sharing
+        end_us = alone[0][0] if alone else math.inf
+        if sharing:
+            slowness = self._slowness()
+            shared_us = now_us + (sharing[0][0] - self._clock_us) * slowness
+            if shared_us <= end_us:
+                end_us, self._clock_us = shared_us, sharing[0][0]
+            else:
+                self._clock_us += (end_us - now_us) / slowness
+        else:
+            self._clock_us += end_us - now_us
+        ended = []
+        while alone and alone[0][0] <= end_us:
+            ended.append(heappop(alone))
+        while sharing and sharing[0][0] <= self._clock_us:
+            ended.append(heappop(sharing))
+        if len(ended) > 1:
+            ended.sort(key=_STARTED)
+        return end_us, ended
+
+    def _slowness(self) -> float:
         """Real microseconds for one of the sharing pieces' clock.
 
         1 where the memory gives what all of them want.
         """
-        if self._bytes_per_us is None:
-            return 1.0
-        return max(1.0, sum(wanted for _, _, _, wanted in self._sharing) / self._bytes_per_us)
+        wanted = 0.0
+        for entry in self._sharing:
+            wanted += entry[4]
+        return max(1.0, wanted / self._bytes_per_us) if self._bytes_per_us else 1.0
 
-    def start(self, piece: int, us: float, host_bytes: float, now_us: float) -> None:
-        """Begin a piece that alone would take `us` and move `host_bytes`."""
-        self._started += 1
-        if self._bytes_per_us is not None and host_bytes and us:
-            heapq.heappush(self._sharing, (self._clock_us + us, self._started, piece, host_bytes / us))
-        else:
-            heapq.heappush(self._alone, (now_us + us, self._started, piece))
 
-    def until_next_end(self, now_us: float) -> tuple[float, list[int]]:
-        """When the next piece ends, and all that end then, in order of their start."""
-        slowness = self.slowness
-        alone_us = self._alone[0][0] if self._alone else math.inf
-        shared_us = now_us + (self._sharing[0][0] - self._clock_us) * slowness if self._sharing else math.inf
-        end_us = min(alone_us, shared_us)
-        self._clock_us = self._sharing[0][0] if shared_us <= alone_us else self._clock_us + (end_us - now_us) / slowness
-        ended: list[tuple[int, int]] = []
-        while self._alone and self._alone[0][0] <= end_us:
-            ended.append(heapq.heappop(self._alone)[1:])
-        while self._sharing and self._sharing[0][0] <= self._clock_us:
-            ended.append(heapq.heappop(self._sharing)[1:3])
-        return end_us, [piece for _, piece in sorted(ended)]
+_STARTED = itemgetter(1)
 
 
 # ---- The streamer's choice, played: which streamed chunk gets the next free staging slot ----
@@ -224,7 +235,7 @@ class Running:
 # The lowest unit whose gradient is there goes first, as everywhere. Where no gradient waits, states
 # of the highest unit that is not loaded yet are fetched ahead: its gradient comes next.
 
-_H2D, _COLLECTIVES = LANES.index(Resource.H2D), LANES.index(Resource.COLLECTIVES)
+_D2H, _H2D, _COLLECTIVES = map(LANES.index, (Resource.D2H, Resource.H2D, Resource.COLLECTIVES))
 
 
 class Staging:
@@ -238,17 +249,17 @@ class Staging:
         self._arrays = arrays
         self._gradient_of = {load: task for task, loads in arrays.loads_of.items() for load in loads}
         self._over: set[int] = set()  # gradients
-        self._waiting: set[int] = set()  # loads that have arrived and have no slot
+        self.waiting: set[int] = set()  # loads that have arrived and have no slot
         self._due: list[int] = []  # ranks of loads whose gradient is there
         # ranks of all; those taken meanwhile are passed over, here and above
         self._ahead: list[int] = []
 
     def arrive(self, load: int) -> None:
         """The chunk may be loaded from now on."""
-        self._waiting.add(load)
-        heapq.heappush(self._ahead, self._arrays.ahead_rank[load])
+        self.waiting.add(load)
+        heappush(self._ahead, self._arrays.ahead_rank[load])
         if self._gradient_of[load] in self._over:
-            heapq.heappush(self._due, self._arrays.rank[load])
+            heappush(self._due, self._arrays.rank[load])
 
     def over(self, task: int) -> None:
         """A task is over: a gradient, perhaps."""
@@ -256,8 +267,8 @@ class Staging:
             return
         self._over.add(task)
         for load in self._arrays.loads_of[task]:
-            if load in self._waiting:
-                heapq.heappush(self._due, self._arrays.rank[load])
+            if load in self.waiting:
+                heappush(self._due, self._arrays.rank[load])
 
     def taken(self) -> Iterator[int]:
         """Ranks of loads that have just been given a slot.
@@ -269,13 +280,13 @@ class Staging:
             rank = self._next(self._ahead) if rank is None else rank
             if rank is None:
                 return
-            self._waiting.discard(self._arrays.piece_at[rank])
+            self.waiting.discard(self._arrays.piece_at[rank])
             self.free -= 1
             yield rank
 
     def _next(self, ranks: list[int]) -> int | None:
         while ranks:
-            rank = heapq.heappop(ranks)
-            if self._arrays.piece_at[rank] in self._waiting:
+            rank = heappop(ranks)
+            if self._arrays.piece_at[rank] in self.waiting:
                 return rank
         return None

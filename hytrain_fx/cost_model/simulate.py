@@ -36,7 +36,7 @@ from hytrain_fx.cost_model.step_graph import check_streaming, step_graph
 from hytrain_fx.ir.plan import Plan, validate
 from hytrain_fx.ir.profile import FETCH_TIMES, STREAM_TIMES, TIMES, Profile
 from hytrain_fx.ir.schedule import Interval, Schedule
-from hytrain_fx.ir.task_graph import Resource, TaskGraph, TaskKind, Unit
+from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskGraph, TaskKind, Unit
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def played(graph: TaskGraph, host_bytes_per_us: float | None) -> Schedule:
 
 
 def _schedule(arrays: CompiledGraph, run: Run, units: int) -> Schedule:
-    end_us = max(run.end_us[piece] for piece in run.order if arrays.tasks[arrays.task_of[piece]].kind is TaskKind.FORWARD)
+    # a forward's pieces follow one another
+    end_us = max(run.end_us[arrays.first[number + 1] - 1] for number, task in enumerate(arrays.tasks) if task.kind is TaskKind.FORWARD)
     return Schedule(tuple(_merged(arrays, run, end_us)), end_us, _stalls(arrays, run, units))
 
 
@@ -117,18 +118,21 @@ def _merged(arrays: CompiledGraph, run: Run, until_us: float) -> Iterator[Interv
     Pieces of a task without a gap are one interval; empty ones go.
     """
     lanes: list[list[int]] = [[] for _ in LANES]
+    lane_of, task_of = arrays.lane_of, arrays.task_of
     for piece in run.order:
-        lanes[arrays.lane_of[piece]].append(piece)
+        lanes[lane_of[piece]].append(piece)
     for resource, pieces in zip(LANES, lanes, strict=True):
         open_task, begin_us, at_us = -1, 0.0, 0.0
         for piece in pieces:
-            start_us, end_us = run.start_us[piece], min(run.end_us[piece], until_us)
+            task, start_us, end_us = task_of[piece], run.start_us[piece], run.end_us[piece]
+            if end_us > until_us:
+                end_us = until_us
             if end_us <= start_us:
                 continue
-            if arrays.task_of[piece] != open_task or at_us != start_us:
+            if task != open_task or at_us != start_us:
                 if open_task >= 0:
                     yield Interval(arrays.tasks[open_task], resource, begin_us, at_us)
-                open_task, begin_us = arrays.task_of[piece], start_us
+                open_task, begin_us = task, start_us
             at_us = end_us
         if open_task >= 0:
             yield Interval(arrays.tasks[open_task], resource, begin_us, at_us)
@@ -138,14 +142,20 @@ def _stalls(arrays: CompiledGraph, run: Run, units: int) -> tuple[float, ...]:
     """Idle time of the device right before the forward of each unit, without a bubble."""
     stalls = [0.0] * units
     free_at_us, idle_us = 0.0, 0.0
+    seen = (LANES.index(Resource.GPU), LANES.index(RESOURCE_OF[TaskKind.RECEIVE]))
     for piece in run.order:
+        if arrays.lane_of[piece] not in seen:
+            continue
         task = arrays.tasks[arrays.task_of[piece]]
         if task.kind is TaskKind.RECEIVE:
             free_at_us = run.end_us[piece]
-        if LANES[arrays.lane_of[piece]] is not Resource.GPU:
+        if RESOURCE_OF[task.kind] is not Resource.GPU:
             continue
-        idle_us += max(run.start_us[piece] - free_at_us, 0.0)
-        free_at_us = max(free_at_us, run.end_us[piece])
+        start_us, end_us = run.start_us[piece], run.end_us[piece]
+        if start_us > free_at_us:
+            idle_us += start_us - free_at_us
+        if end_us > free_at_us:
+            free_at_us = end_us
         if task.kind is TaskKind.FORWARD:
             stalls[task.unit] += idle_us
             idle_us = 0.0

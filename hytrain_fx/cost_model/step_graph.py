@@ -24,9 +24,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import networkx as nx
 
 from hytrain_fx.cost_model.discipline import CommitAt, Discipline
 from hytrain_fx.cost_model.fetches import fetched_bytes, fetched_shares, fetches
@@ -35,7 +32,7 @@ from hytrain_fx.cost_model.host_memory import traffic_bytes
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile, UnitProfile
-from hytrain_fx.ir.task_graph import FETCHES, GATHERS, RESOURCE_OF, Cut, TaskGraph, TaskId, TaskKind, Unit
+from hytrain_fx.ir.task_graph import FETCHES, GATHERS, RESOURCE_OF, Cut, Order, TaskGraph, TaskId, TaskKind, Unit, Work
 
 # At most so many chunks, of streamed shares and others, and pieces of computing are played: a plan
 # must be predicted in milliseconds.
@@ -50,6 +47,8 @@ _WAYS = {
 }
 
 _TIME_OF = {kind: "fetch_us" if kind in FETCHES else "gather_us" if kind in GATHERS else f"{kind}_us" for kind in TaskKind}
+
+_WHOLE, _BY_PIECE = Order(), Order(by_piece=True)
 
 
 def step_graph(profile: Profile, plan: Plan, discipline: Discipline, units: Sequence[Unit] = ()) -> TaskGraph:
@@ -109,8 +108,8 @@ class _Builder:
         streamed_chunk, self._slots = _staging(streamed, discipline)
         self._chunk_params = {Placement.GPU: resident_chunk, Placement.CPU: resident_chunk, Placement.STREAM: streamed_chunk}
         self._piece_us = _piece_us(profile, streamed, streamed_chunk)
-        self._dag = nx.DiGraph()
-        self._edges: list[tuple[TaskId, TaskId, dict[str, Any]]] = []
+        self._works: dict[TaskId, Work] = {}
+        self._orders: dict[tuple[TaskId, TaskId], Order] = {}
 
     def graph(self, units: tuple[Unit, ...]) -> TaskGraph:
         """The whole graph."""
@@ -120,7 +119,7 @@ class _Builder:
             # Other micro-batches come after the first forward, which all updates end before.
             others_us = self._profile.between_us if unit is units[-1] else 0.0
             self._add_compute(TaskKind.FORWARD, unit.index, self._profile.units[unit.index].forward_us + others_us, unit.forward_flops)
-        for before, after in itertools.pairwise(list(self._dag)):
+        for before, after in itertools.pairwise(list(self._works)):
             self._edge(before, after)
         if self._profile.bubble_us:
             self._add_bubble()
@@ -134,20 +133,18 @@ class _Builder:
             self._one_after_the_other()
         else:
             self._add_commits()
-        self._dag.add_edges_from(self._edges)
-        return TaskGraph(units, self._dag, self._slots)
+        return TaskGraph(units, self._works, self._orders, self._slots)
 
     # ---- Tasks ----
 
     def _add_compute(self, kind: TaskKind, unit: int, us: float, flops: float) -> None:
         pieces = max(1, math.ceil(us / self._piece_us)) if self._piece_us else 1
-        self._dag.add_node(TaskId(kind, unit), resource=RESOURCE_OF[kind], cuts=(Cut(0, pieces, us / pieces),), us=us,
-                           params=self._profile.units[unit].params, bytes=0.0, flops=flops)
+        self._add(kind, unit, (Cut(0, pieces, us / pieces),), us, self._profile.units[unit].params, flops=flops)
 
     def _add_bubble(self) -> None:
         """Between backward and forward the device stands still, and updates go on."""
-        us, task = self._profile.bubble_us, TaskId(TaskKind.RECEIVE, 0)
-        self._dag.add_node(task, resource=RESOURCE_OF[task.kind], cuts=(Cut(0, 1, us),), us=us, params=0, bytes=0.0, flops=0.0)
+        us = self._profile.bubble_us
+        task = self._add(TaskKind.RECEIVE, 0, (Cut(0, 1, us),), us, 0)
         self._edge(TaskId(TaskKind.BACKWARD, 0), task)
         self._edge(task, TaskId(TaskKind.FORWARD, 0))
 
@@ -157,8 +154,8 @@ class _Builder:
         for task in tasks:
             unit = self._profile.units[task.unit]
             us, gathered = _task_us(unit, task.kind), task.kind in GATHERS
-            self._dag.add_node(task, resource=RESOURCE_OF[task.kind], cuts=(Cut(0, 1, us),), us=us, flops=0.0,
-                               params=unit.gathered_params if gathered else unit.params, bytes=unit.gathered_bytes if gathered else 0.0)
+            params, nbytes = (unit.gathered_params, unit.gathered_bytes) if gathered else (unit.params, 0.0)
+            self._add(*task, (Cut(0, 1, us),), us, params, nbytes)
             if task.kind is TaskKind.REDUCE_SCATTER:
                 self._edge(TaskId(TaskKind.BACKWARD, task.unit), task)
         for before, after in itertools.pairwise(tasks):
@@ -171,7 +168,7 @@ class _Builder:
             if gather.after is not None:
                 self._edge(gather.after, gather.task)
         for unit, forward in held_up(self._gathers, self._discipline.units_ahead):
-            if (update := TaskId(TaskKind.CPU_UPDATE, unit)) in self._dag:
+            if (update := TaskId(TaskKind.CPU_UPDATE, unit)) in self._works:
                 self._edge(update, forward)
 
     def _add_fetches(self) -> None:
@@ -180,8 +177,7 @@ class _Builder:
             kind, unit = fetch.task.kind, self._profile.units[fetch.task.unit]
             share = self._fetched_shares[unit.index]
             us, nbytes = share * _task_us(unit, kind), share * unit.fetch_bytes
-            self._dag.add_node(fetch.task, resource=RESOURCE_OF[kind], cuts=(Cut(0, 1, us, nbytes),), us=us,
-                               params=round(share * unit.fetched_params), bytes=nbytes, flops=0.0)
+            self._add(*fetch.task, (Cut(0, 1, us, nbytes),), us, round(share * unit.fetched_params), nbytes)
             self._edge(fetch.task, fetch.before)
             if fetch.after is not None:
                 self._edge(fetch.after, fetch.task)
@@ -204,10 +200,8 @@ class _Builder:
                 numel[kind] += row.numel
         for kind, own in cuts.items():
             share = numel[kind] / unit.params
-            self._dag.add_node(TaskId(kind, unit.index), resource=RESOURCE_OF[kind], cuts=tuple(own), us=share * _update_us(unit, kind),
-                               params=numel[kind], bytes=share * _moved_bytes(unit, kind), flops=0.0)
-        wait = TaskId(TaskKind.WAIT, unit.index)
-        self._dag.add_node(wait, resource=RESOURCE_OF[TaskKind.WAIT], cuts=(), us=0.0, params=unit.params, bytes=0.0, flops=0.0)
+            self._add(kind, unit.index, tuple(own), share * _update_us(unit, kind), numel[kind], share * _moved_bytes(unit, kind))
+        wait = self._add(TaskKind.WAIT, unit.index, (), 0.0, unit.params)
         self._edge(wait, TaskId(TaskKind.FORWARD, unit.index if self._discipline.barrier == "none" else 0))
         made_by, read_by = TaskKind.BACKWARD, [wait]
         if self._profile.has_collectives:
@@ -221,7 +215,7 @@ class _Builder:
         for placement in dict.fromkeys(row.placement for row in self._rows[unit.index]):
             way = [TaskId(kind, unit.index) for kind in self._way(unit, placement)]
             for before, after in itertools.pairwise(way):
-                self._edge(before, after, by_piece=True)
+                self._edge(before, after, _BY_PIECE)
             self._edge(gradient, way[1] if placement.visits_device else way[0])
             for reader in read_by:
                 self._edge(way[1] if placement.visits_device else way[-1], reader)
@@ -243,13 +237,13 @@ class _Builder:
                 task = TaskId(kind, unit.index)
                 # Nothing but a load begins before its own gradient is there, so an earlier commit
                 # asks no more of it.
-                if gate is None or task not in self._dag or (gate.unit >= unit.index and kind is not TaskKind.STREAM_IN):
+                if gate is None or task not in self._works or (gate.unit >= unit.index and kind is not TaskKind.STREAM_IN):
                     continue
-                self._edge(TaskId(TaskKind.BACKWARD, gate.unit), task, pieces=gate.pieces)
+                self._edge(TaskId(TaskKind.BACKWARD, gate.unit), task, Order(pieces=gate.pieces))
 
     def _commit(self, commit_us: float, commit_at: CommitAt) -> _Commit | None:
         """With which piece of the backward the step is committed; None: before any update."""
-        backward = [(u.index, self._dag.nodes[TaskId(TaskKind.BACKWARD, u.index)]["cuts"][0]) for u in reversed(self._profile.units)]
+        backward = [(u.index, self._works[TaskId(TaskKind.BACKWARD, u.index)].cuts[0]) for u in reversed(self._profile.units)]
         last, cut = backward[-1]
         if commit_at == "backward_start":
             if not commit_us:
@@ -265,11 +259,18 @@ class _Builder:
     def _one_after_the_other(self) -> None:
         """Each stage after all of the one before it, its tasks in a row, as a lane takes them."""
         stages = (TaskId(kind, unit.index) for kind in _WAYS[Placement.CPU] for unit in self._profile.units)
-        for before, after in itertools.pairwise(task for task in stages if task in self._dag):
+        for before, after in itertools.pairwise(task for task in stages if task in self._works):
             self._edge(before, after)
 
-    def _edge(self, before: TaskId, after: TaskId, *, by_piece: bool = False, pieces: int | None = None) -> None:
-        self._edges.append((before, after, {"by_piece": by_piece, "pieces": pieces}))
+    def _add(
+        self, kind: TaskKind, unit: int, cuts: tuple[Cut, ...], us: float, params: int, nbytes: float = 0.0, flops: float = 0.0
+    ) -> TaskId:  # fmt: skip
+        task = TaskId(kind, unit)
+        self._works[task] = Work(RESOURCE_OF[kind], cuts, us, params, nbytes, flops)
+        return task
+
+    def _edge(self, before: TaskId, after: TaskId, order: Order = _WHOLE) -> None:
+        self._orders[before, after] = order
 
 
 def _bare(unit: UnitProfile) -> Unit:

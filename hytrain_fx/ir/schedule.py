@@ -7,9 +7,12 @@ starts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.task_graph import Resource, TaskId
@@ -19,9 +22,14 @@ from hytrain_fx.ir.task_graph import Resource, TaskId
 ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """`task` (or a piece of it) occupies `resource` from `start_us` to `end_us`."""
+_IN_ORDER_OF_TIME = attrgetter("start_us", "end_us")
+
+
+class Interval(NamedTuple):
+    """`task` (or a piece of it) occupies `resource` from `start_us` to `end_us`.
+
+    A tuple, because a schedule has many: it is made fast.
+    """
 
     task: TaskId
     resource: Resource
@@ -34,7 +42,7 @@ class Interval:
         return self.end_us - self.start_us
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """Intervals of one steady step, its length, and the wait before the forward of each unit.
 
@@ -49,11 +57,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         slack = ROUNDING * max(self.makespan_us, 1.0)
-        for interval in self.intervals:
-            if not -slack <= interval.start_us <= interval.end_us <= self.makespan_us + slack:
-                raise PlanError(f"{interval.task} runs from {interval.start_us} to {interval.end_us} us, "
-                                f"expected a span inside 0..{self.makespan_us} us")
-        for resource, intervals in self._by_resource().items():
+        latest_us = self.makespan_us + slack
+        for task, _, start_us, end_us in self.intervals:
+            if not -slack <= start_us <= end_us <= latest_us:
+                raise PlanError(f"{task} runs from {start_us} to {end_us} us, expected a span inside 0..{self.makespan_us} us")
+        for resource, intervals in self._by_resource.items():
             for before, after in itertools.pairwise(intervals):
                 if after.start_us < before.end_us - slack:
                     raise PlanError(f"{resource} is used by {after.task} from {after.start_us} us while {before.task} "
@@ -66,7 +74,7 @@ class Schedule:
 
     def on(self, resource: Resource) -> tuple[Interval, ...]:
         """The intervals of one resource in order of time."""
-        return tuple(self._by_resource().get(resource, ()))
+        return tuple(self._by_resource.get(resource, ()))
 
     def of(self, task: TaskId) -> tuple[Interval, ...]:
         """The pieces of one task in order of time."""
@@ -74,7 +82,7 @@ class Schedule:
 
     def busy_us(self, resource: Resource) -> float:
         """Time the resource works during the step."""
-        return sum(i.duration_us for i in self.intervals if i.resource == resource)
+        return self._busy_us.get(resource, 0)
 
     def busy_share(self, resource: Resource) -> float:
         """Share 0..1 of the step in which the resource works."""
@@ -84,8 +92,16 @@ class Schedule:
         """Share 0..1 of the step in which the resource does not work."""
         return 1.0 - self.busy_share(resource)
 
+    @functools.cached_property
     def _by_resource(self) -> dict[Resource, list[Interval]]:
         lanes: dict[Resource, list[Interval]] = defaultdict(list)
-        for interval in sorted(self.intervals, key=lambda i: (i.start_us, i.end_us)):
+        for interval in sorted(self.intervals, key=_IN_ORDER_OF_TIME):
             lanes[interval.resource].append(interval)
         return lanes
+
+    @functools.cached_property
+    def _busy_us(self) -> dict[Resource, float]:
+        busy: dict[Resource, float] = defaultdict(float)
+        for _, resource, start_us, end_us in self.intervals:
+            busy[resource] += end_us - start_us
+        return busy

@@ -24,12 +24,14 @@ discipline (cost_model/step_graph.py): the simulator plays it, `inspect` draws i
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import networkx as nx
+from typing import TYPE_CHECKING, NamedTuple
 
 from hytrain_fx.ir.states import ADAMW_TRAFFIC, StateTraffic
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 class TaskKind(enum.StrEnum):
@@ -149,34 +151,66 @@ class Cut:
     streamed: bool = False
 
 
+class Work(NamedTuple):
+    """What a task that runs takes.
+
+    us       all its pieces together; 0 where nothing is measured
+    params   elements
+    bytes    moved over the link, or read and written by the update
+    """
+
+    resource: Resource
+    cuts: tuple[Cut, ...]
+    us: float
+    params: int
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+class Order(NamedTuple):
+    """How much of one task must be over before another.
+
+    by_piece   each piece waits for the same piece of the task before, where that has it
+    pieces     the other waits for so many pieces; None = all of them
+    """
+
+    by_piece: bool = False
+    pieces: int | None = None
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """Units in forward order and the DAG over `TaskId`s.
 
+    works    the tasks that run
+    orders   by task and the task that comes after it
     slots    how many pieces of streamed states are on the device at once
-    dag      a node for each task that runs, with
-                 resource (Resource), cuts (tuple[Cut, ...])
-                 us       what all its pieces take; 0 where nothing is measured
-                 params   elements
-                 bytes    moved over the link, or read and written by the update
-                 flops
-             an edge for each task that must be over before another, with
-                 by_piece   each piece waits for the same piece of the task before, where that has
-                            it
-                 pieces     the other waits for so many pieces; None = all of them
     """
 
     units: tuple[Unit, ...]
-    dag: nx.DiGraph
+    works: dict[TaskId, Work]
+    orders: dict[tuple[TaskId, TaskId], Order]
     slots: int = 0
+
+    @functools.cached_property
+    def dag(self) -> nx.DiGraph:
+        """The same for networkx.
+
+        A node has the fields of its `Work`, an edge those of its `Order`. It is made when it is
+        asked for: whoever plays many graphs needs none.
+        """
+        import networkx as nx
+
+        dag = nx.DiGraph()
+        dag.add_nodes_from((task, work._asdict()) for task, work in self.works.items())
+        dag.add_edges_from((*tasks, order._asdict()) for tasks, order in self.orders.items())
+        return dag
 
     def total(self, figure: str, *kinds: TaskKind) -> float:
         """Sum of a figure ("us", "bytes", "params", "flops") over all tasks of these kinds."""
-        return float(sum(value for task, value in self.dag.nodes(data=figure) if task.kind in kinds))
+        return float(sum(getattr(work, figure) for task, work in self.works.items() if task.kind in kinds))
 
     @property
     def host_bytes(self) -> float:
         """What the step reads and writes of host memory."""
-        return float(sum(cut.pieces * cut.host_bytes for _, cuts in self.dag.nodes(data="cuts") for cut in cuts))
-
-
+        return float(sum(cut.pieces * cut.host_bytes for work in self.works.values() for cut in work.cuts))
