@@ -12,6 +12,7 @@ The runtime's rules (weights/fetched_units.py), played without times:
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,6 +88,12 @@ def fetches(nbytes: Mapping[int, int], ahead: int, *, stay: bool = True) -> list
     nbytes   by unit with weights to fetch (`fetched_bytes`)
     stay     whether what is in slots at the forward's end is there for the backward
     """
+    return list(_fetches(tuple(nbytes.items()), ahead, stay))
+
+
+@functools.lru_cache(maxsize=16)  # many plans of one model are played with the same
+def _fetches(sizes: tuple[tuple[int, int], ...], ahead: int, stay: bool) -> tuple[Fetch, ...]:
+    nbytes = dict(sizes)
     forward = [TaskId(TaskKind.FORWARD, unit) for unit in sorted(nbytes)]
     backward = [TaskId(TaskKind.BACKWARD, task.unit) for task in reversed(forward)]
     uses = [*forward, *backward, *forward]
@@ -99,8 +106,8 @@ def fetches(nbytes: Mapping[int, int], ahead: int, *, stay: bool = True) -> list
     # what comes after it belongs to the next step's backward, and is held already
     cache.play(len(forward) + len(backward), len(uses))
     found = ((position, after) for position, after in cache.fetched if position >= len(forward))
-    return [Fetch(TaskId(_FETCH_OF[uses[p].kind], uses[p].unit), uses[p], uses[after] if after >= len(forward) else None)
-            for p, after in found]
+    return tuple(Fetch(TaskId(_FETCH_OF[uses[p].kind], uses[p].unit), uses[p], uses[after] if after >= len(forward) else None)
+                 for p, after in found)
 
 
 class _Cache:

@@ -14,6 +14,7 @@ unguarded times. A plan that streams is made only where the simulator, too, find
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -146,7 +147,7 @@ class _Maker:
         if self.k is not None:
             return Solution(self.k, fixed_reason, share=share)
         if self.rule == "windowed":
-            windows = self._windows(self.guard).streaming(share)
+            windows = self._guarded.streaming(share)
             return Solution(windows.solve(), lambda unit, k: windows_reason(windows, unit, k), share=share)
         cpu = tuple(self.guard * u.cpu_update_us for u in self.profile.units)
         gpu = cpu if self.rule == "cotrain" else tuple(u.gpu_update_us for u in self.profile.units)
@@ -199,7 +200,7 @@ class _Maker:
         """
         # Streaming too much costs as much as streaming too little, so the share is solved with
         # unguarded CPU times.
-        compute_us, windows = self.profile.compute_us, self._windows(guard=1.0)
+        compute_us, windows = self.profile.compute_us, self._windows
         least = self.budget.least_units(self.profile, 0.0)
         while True:
             k, share = best_mix(windows, k, min(least, k), compute_us)
@@ -228,7 +229,7 @@ class _Maker:
         return solution, self.settle(solution)
 
     def _mixed(self, k: int, share: float) -> Solution:
-        windows = self._windows(guard=1.0)
+        windows = self._windows
         mix = windows.streaming(share)
         return Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
 
@@ -297,8 +298,13 @@ class _Maker:
         predicted = predict(self.profile, more, bound.device_state_bytes, self.discipline, bound.host_state_bytes)
         return replace(more, predicted=predicted) if predicted["step_us"] < made.predicted["step_us"] else made
 
-    def _windows(self, guard: float) -> Windows:
-        return windows_under(self.discipline, self.profile, guard)
+    @functools.cached_property
+    def _guarded(self) -> Windows:
+        return windows_under(self.discipline, self.profile, self.guard)
+
+    @functools.cached_property
+    def _windows(self) -> Windows:
+        return windows_under(self.discipline, self.profile, guard=1.0)
 
 
 def prefix_plan(

@@ -46,9 +46,9 @@ def play_together(ranks: Sequence[tuple[CompiledGraph, int]], host_bytes_per_us:
     while True:
         for one in plays:
             one.start(running, now_us)
-        if not running:
-            return [one.run for one in plays]
         now_us, ended = running.until_next_end(now_us)
+        if not ended:
+            return [one.run for one in plays]
         for _, _, one, piece, _ in ended:
             one.end(piece, now_us)
 
@@ -91,10 +91,10 @@ class _Play:
 
     def start(self, running: _Running, now_us: float) -> None:
         """Begin what free lanes can take."""
-        if self._staging.waiting:
-            for rank in self._staging.taken():
+        busy, staging = self._busy, self._staging
+        if staging.free and staging.waiting:
+            for rank in staging.taken():
                 heappush(self._ready[_H2D], rank)
-        busy = self._busy
         for lane, queue in enumerate(self._ready):
             if queue and not busy[lane]:
                 arrays, run = self._arrays, self.run
@@ -183,9 +183,6 @@ class _Running:
         self._clock_us = 0.0
         self._started = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._alone or self._sharing)
-
     def start(self, one: _Play, piece: int, us: float, host_bytes: float, now_us: float) -> None:
         """Begin a piece that alone would take `us` and move `host_bytes`."""
         self._started += 1
@@ -195,7 +192,10 @@ class _Running:
             heappush(self._alone, (now_us + us, self._started, one, piece, 0.0))
 
     def until_next_end(self, now_us: float) -> tuple[float, list[_Entry]]:
-        """When the next piece ends, and all that end then, in order of their start."""
+        """When the next piece ends, and all that end then, in order of their start.
+
+        None ends where none runs.
+        """
         alone, sharing = self._alone, self._sharing
         end_us = alone[0][0] if alone else math.inf
         if sharing:
@@ -222,8 +222,8 @@ class _Running:
         1 where the memory gives what all of them want.
         """
         wanted = 0.0
-        for entry in self._sharing:
-            wanted += entry[4]
+        for _, _, _, _, bytes_per_us in self._sharing:
+            wanted += bytes_per_us
         return max(1.0, wanted / self._bytes_per_us) if self._bytes_per_us else 1.0
 
 

@@ -36,7 +36,9 @@ from hytrain_fx.cost_model.step_graph import check_streaming, step_graph
 from hytrain_fx.ir.plan import Plan, validate
 from hytrain_fx.ir.profile import FETCH_TIMES, STREAM_TIMES, TIMES, Profile
 from hytrain_fx.ir.schedule import Interval, Schedule
-from hytrain_fx.ir.task_graph import RESOURCE_OF, Resource, TaskGraph, TaskKind, Unit
+from hytrain_fx.ir.task_graph import Resource, TaskGraph, TaskKind, Unit
+
+_GPU, _COLLECTIVES = LANES.index(Resource.GPU), LANES.index(Resource.COLLECTIVES)
 
 
 @dataclass(frozen=True)
@@ -142,16 +144,13 @@ def _stalls(arrays: CompiledGraph, run: Run, units: int) -> tuple[float, ...]:
     """Idle time of the device right before the forward of each unit, without a bubble."""
     stalls = [0.0] * units
     free_at_us, idle_us = 0.0, 0.0
-    seen = (LANES.index(Resource.GPU), LANES.index(RESOURCE_OF[TaskKind.RECEIVE]))
     for piece in run.order:
-        if arrays.lane_of[piece] not in seen:
-            continue
-        task = arrays.tasks[arrays.task_of[piece]]
-        if task.kind is TaskKind.RECEIVE:
+        lane = arrays.lane_of[piece]
+        if lane == _COLLECTIVES and arrays.tasks[arrays.task_of[piece]].kind is TaskKind.RECEIVE:
             free_at_us = run.end_us[piece]
-        if RESOURCE_OF[task.kind] is not Resource.GPU:
+        if lane != _GPU:
             continue
-        start_us, end_us = run.start_us[piece], run.end_us[piece]
+        task, start_us, end_us = arrays.tasks[arrays.task_of[piece]], run.start_us[piece], run.end_us[piece]
         if start_us > free_at_us:
             idle_us += start_us - free_at_us
         if end_us > free_at_us:

@@ -122,6 +122,11 @@ class Windows:
         """The tightest prefix row with the first k units on the device; None for k = n."""
         if k == self.n:
             return None
+        if k not in self._tightest:  # the reasons of many units ask for the same
+            self._tightest[k] = self._tightest_row(k)
+        return self._tightest[k]
+
+    def _tightest_row(self, k: int) -> Excess:
         found = (-math.inf, k, "", 0.0)
         for resource, cost in self.costs_us.items():
             for m, (demand, window) in enumerate(zip(accumulate(cost[k:]), self.windows_us[resource][k:], strict=True), start=k):
@@ -145,6 +150,10 @@ class Windows:
     def _overrun_us(self, k: int) -> float:
         overruns = (map(operator.sub, accumulate(cost[k:]), self.windows_us[resource][k:]) for resource, cost in self.costs_us.items())
         return max(0.0, max(chain.from_iterable(overruns), default=0.0))
+
+    @functools.cached_property
+    def _tightest(self) -> dict[int, Excess]:
+        return {}
 
     @functools.cached_property
     def _gpu_prefix(self) -> list[float]:
