@@ -38,8 +38,12 @@ def play_together(ranks: Sequence[tuple[CompiledGraph, int]], host_bytes_per_us:
     ranks   each graph, and how many ranks run it alike: together they move so many times its bytes
             of the host's memory
     """
-    meeting, running = _Meeting(len(ranks)), _Running(host_bytes_per_us)
-    plays = [_Play(arrays, alike, meeting) for arrays, alike in ranks]
+    meeting, running = _Meeting(len(ranks)), Running(host_bytes_per_us)
+    plays: list[_Play] = []
+    owner: list[_Play] = []  # of each piece, numbered through all ranks
+    for arrays, alike in ranks:
+        plays.append(_Play(arrays, alike, len(owner), meeting))
+        owner += [plays[-1]] * len(arrays.us)
     for one in plays:
         one.begin()
     now_us = 0.0
@@ -49,8 +53,8 @@ def play_together(ranks: Sequence[tuple[CompiledGraph, int]], host_bytes_per_us:
         now_us, ended = running.until_next_end(now_us)
         if not ended:
             return [one.run for one in plays]
-        for _, _, one, piece, _ in ended:
-            one.end(piece, now_us)
+        for number in ended:
+            owner[number].end(number, now_us)
 
 
 class _Meeting:
@@ -72,9 +76,9 @@ class _Meeting:
 class _Play:
     """One rank: which of its pieces are ready, and which run."""
 
-    def __init__(self, arrays: CompiledGraph, alike: int, meeting: _Meeting) -> None:
+    def __init__(self, arrays: CompiledGraph, alike: int, first: int, meeting: _Meeting) -> None:
         self.run = Run([], [0.0] * len(arrays.us), [0.0] * len(arrays.us))
-        self._arrays, self._alike, self._meeting = arrays, alike, meeting
+        self._arrays, self._alike, self._first, self._meeting = arrays, alike, first, meeting
         self._lane_of, self._task_of = arrays.lane_of, arrays.task_of  # here, too: every piece asks for them
         self._busy = [False] * len(LANES)
         self._ready: list[list[int]] = [[] for _ in LANES]  # ranks
@@ -89,7 +93,7 @@ class _Play:
             if not gate:
                 self._opened(task)
 
-    def start(self, running: _Running, now_us: float) -> None:
+    def start(self, running: Running, now_us: float) -> None:
         """Begin what free lanes can take."""
         busy, staging = self._busy, self._staging
         if staging.free and staging.waiting:
@@ -100,12 +104,13 @@ class _Play:
                 arrays, run = self._arrays, self.run
                 piece = arrays.piece_at[heappop(queue)]
                 busy[lane] = True
-                running.start(self, piece, arrays.us[piece], self._alike * arrays.host_bytes[piece], now_us)
+                running.start(self._first + piece, arrays.us[piece], self._alike * arrays.host_bytes[piece], now_us)
                 run.order.append(piece)
                 run.start_us[piece] = now_us
 
-    def end(self, piece: int, now_us: float) -> None:
-        """A piece is over: what waits for it waits for one thing less."""
+    def end(self, number: int, now_us: float) -> None:
+        """A piece is over; `number` counts through all ranks."""
+        piece = number - self._first
         self.run.end_us[piece] = now_us
         arrays, task, lane = self._arrays, self._task_of[piece], self._lane_of[piece]
         self._busy[lane] = False
@@ -164,12 +169,12 @@ class _Play:
 # runs alone, gave 215 GB/s: AdamW at 0.73 and the copies at 0.76 of their rates.
 
 
-_Entry = tuple[float, int, _Play, int, float]
-"""A piece that runs: its end, the number of its start, whose it is, its own number, and the bytes
-of the shared memory that it wants in a microsecond."""
+_Entry = tuple[float, int, int, float]
+"""A piece that runs: its end, the number of its start, the piece, and the bytes that it wants of
+the host's memory in a microsecond."""
 
 
-class _Running:
+class Running:
     """The pieces that run, each to its end; those that move host memory on their own clock.
 
     That clock is `slowness` times slower than real time while they want more bytes than the memory
@@ -183,38 +188,35 @@ class _Running:
         self._clock_us = 0.0
         self._started = 0
 
-    def start(self, one: _Play, piece: int, us: float, host_bytes: float, now_us: float) -> None:
+    def start(self, piece: int, us: float, host_bytes: float, now_us: float) -> None:
         """Begin a piece that alone would take `us` and move `host_bytes`."""
         self._started += 1
         if host_bytes and us and self._bytes_per_us is not None:
-            heappush(self._sharing, (self._clock_us + us, self._started, one, piece, host_bytes / us))
+            heappush(self._sharing, (self._clock_us + us, self._started, piece, host_bytes / us))
         else:
-            heappush(self._alone, (now_us + us, self._started, one, piece, 0.0))
+            heappush(self._alone, (now_us + us, self._started, piece, 0.0))
 
-    def until_next_end(self, now_us: float) -> tuple[float, list[_Entry]]:
+    def until_next_end(self, now_us: float) -> tuple[float, list[int]]:
         """When the next piece ends, and all that end then, in order of their start.
 
         None ends where none runs.
         """
         alone, sharing = self._alone, self._sharing
-        end_us = alone[0][0] if alone else math.inf
-        if sharing:
-            slowness = self._slowness()
-            shared_us = now_us + (sharing[0][0] - self._clock_us) * slowness
-            if shared_us <= end_us:
-                end_us, self._clock_us = shared_us, sharing[0][0]
-            else:
-                self._clock_us += (end_us - now_us) / slowness
+        slowness = self._slowness() if sharing else 1.0
+        alone_us = alone[0][0] if alone else math.inf
+        shared_us = now_us + (sharing[0][0] - self._clock_us) * slowness if sharing else math.inf
+        if sharing and shared_us <= alone_us:
+            end_us, self._clock_us = shared_us, sharing[0][0]
         else:
-            self._clock_us += end_us - now_us
-        ended = []
+            end_us, self._clock_us = alone_us, self._clock_us + (alone_us - now_us) / slowness
+        ended: list[_Entry] = []
         while alone and alone[0][0] <= end_us:
             ended.append(heappop(alone))
         while sharing and sharing[0][0] <= self._clock_us:
             ended.append(heappop(sharing))
-        if len(ended) > 1:
-            ended.sort(key=_STARTED)
-        return end_us, ended
+        if len(ended) == 1:
+            return end_us, [ended[0][2]]
+        return end_us, [piece for _, _, piece, _ in sorted(ended, key=itemgetter(1))]
 
     def _slowness(self) -> float:
         """Real microseconds for one of the sharing pieces' clock.
@@ -222,12 +224,9 @@ class _Running:
         1 where the memory gives what all of them want.
         """
         wanted = 0.0
-        for _, _, _, _, bytes_per_us in self._sharing:
+        for _, _, _, bytes_per_us in self._sharing:
             wanted += bytes_per_us
         return max(1.0, wanted / self._bytes_per_us) if self._bytes_per_us else 1.0
-
-
-_STARTED = itemgetter(1)
 
 
 # ---- The streamer's choice, played: which streamed chunk gets the next free staging slot ----

@@ -206,7 +206,7 @@ class Case:
         """The plan with a given k, nothing streamed."""
         of = self.seen_by(system)
         return of._noted(with_best_workers(of.profile, of.workers, lambda profile: plan(
-            profile, k=k, discipline=of._discipline(system), **of._state_bytes)))
+            profile, k=k, discipline=of._discipline(system), **of._state_bytes), k=k))
 
     @property
     def _state_bytes(self) -> dict[str, Any]:

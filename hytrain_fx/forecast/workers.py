@@ -67,11 +67,12 @@ def filling_workers(profile: Profile, present: int) -> int:
     return max(1, min(present, math.ceil(present * rate * update_us / moved - 1e-9)))
 
 
-def with_best_workers(profile: Profile, present: int, solve: Solve, *, fewer: bool = False) -> Plan:
+def with_best_workers(profile: Profile, present: int, solve: Solve, *, fewer: bool = False, k: int | None = None) -> Plan:
     """The plan that `solve` makes for the number of workers with which its step is shortest.
 
     profile   its CPU updates are those of all `present` workers
     fewer     numbers below those that fill the memory are tried too: a plan for each of them
+    k         all plans have it, and stream nothing; None: they may differ
 
     Of numbers that are within 1% of the best it is the largest. `inputs["workers"]` of the plan
     says how many; a note does where it is not all. Raises PlanError as `solve` does for all.
@@ -82,7 +83,7 @@ def with_best_workers(profile: Profile, present: int, solve: Solve, *, fewer: bo
         if count in made:
             continue
         slower = _with_workers(profile, present, count, filling)
-        if made[used].predicted["step_us"] <= _ENOUGH * least_step_us(slower):
+        if made[used].predicted["step_us"] <= _ENOUGH * least_step_us(slower, k):
             break  # nor does any smaller number gain enough
         with suppress(PlanError):
             made[count] = solve(slower)
@@ -142,8 +143,10 @@ def _copies_bytes_per_us(unit: UnitProfile) -> float:
 # ---- A bound: no plan of the profile is shorter ----
 
 
-def least_step_us(profile: Profile) -> float:
+def least_step_us(profile: Profile, k: int | None = None) -> float:
     """No plan of the profile has a shorter step, whatever is on the device and whatever streamed.
+
+    With a `k` none that has it and streams nothing.
 
     Each lane must do its work within a step: the device, the CPU, the link to the device, the
     host's memory. With a share y streamed each one's work is a straight line in y.
@@ -151,8 +154,9 @@ def least_step_us(profile: Profile) -> float:
     rate, bubble_us = bytes_per_us(profile), profile.bubble_us
     on_device = list(accumulate((u.gpu_update_us for u in profile.units), initial=0.0))
     rest = list(accumulate(map(_work, reversed(profile.units)), _sum, initial=_Work()))[::-1]  # of the units from k on
-    return min(_lowest(tuple(_lanes(profile.compute_us - bubble_us, on_device[k], on_device[-1], rest[k], rate, profile.can_stream)))
-               for k in range(len(rest)))
+    ks, may_stream = (range(len(rest)), profile.can_stream) if k is None else (range(k, k + 1), False)
+    return min(_lowest(tuple(_lanes(profile.compute_us - bubble_us, on_device[k], on_device[-1], rest[k], rate, may_stream)))
+               for k in ks)
 
 
 class _Work(NamedTuple):
