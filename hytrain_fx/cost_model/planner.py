@@ -147,7 +147,7 @@ class _Maker:
         if self.k is not None:
             return Solution(self.k, fixed_reason, share=share)
         if self.rule == "windowed":
-            windows = self._guarded.streaming(share)
+            windows = windows_under(self.discipline, self.profile, self.guard).streaming(share)
             return Solution(windows.solve(), lambda unit, k: windows_reason(windows, unit, k), share=share)
         cpu = tuple(self.guard * u.cpu_update_us for u in self.profile.units)
         gpu = cpu if self.rule == "cotrain" else tuple(u.gpu_update_us for u in self.profile.units)
@@ -176,11 +176,10 @@ class _Maker:
         if not streams:
             return without
         streamed = min(streams, key=lambda made: made.predicted["step_us"])
-        step_us, streamed_us = without.predicted["step_us"], streamed.predicted["step_us"]
+        step_us, streamed_us, tried_share = without.predicted["step_us"], streamed.predicted["step_us"], streamed.inputs["stream_share"]
         if streamed_us <= (1 - LEAST_GAIN_SHARE) * step_us:
             note = f"without streaming the step would take {time_text(step_us)}, with {time_text(streamed_us)}"
             return replace(streamed, notes=(*streamed.notes, note))
-        tried_share = streamed.inputs["stream_share"]
         note = f"streaming {tried_share:.0%} of the parameters was tried: {time_text(streamed_us)} instead of {time_text(step_us)}"
         return replace(without, notes=(*without.notes, note))
 
@@ -229,8 +228,7 @@ class _Maker:
         return solution, self.settle(solution)
 
     def _mixed(self, k: int, share: float) -> Solution:
-        windows = self._windows
-        mix = windows.streaming(share)
+        windows, mix = self._windows, self._windows.streaming(share)
         return Solution(k, lambda unit, k: windows_reason(mix, unit, k), (), share, lambda unit, k: streamed_reason(windows, mix, unit, k))
 
     def fitted(self, solution: Solution) -> tuple[int, int, int]:
@@ -297,10 +295,6 @@ class _Maker:
             return made
         predicted = predict(self.profile, more, bound.device_state_bytes, self.discipline, bound.host_state_bytes)
         return replace(more, predicted=predicted) if predicted["step_us"] < made.predicted["step_us"] else made
-
-    @functools.cached_property
-    def _guarded(self) -> Windows:
-        return windows_under(self.discipline, self.profile, self.guard)
 
     @functools.cached_property
     def _windows(self) -> Windows:
