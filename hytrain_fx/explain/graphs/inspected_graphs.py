@@ -77,8 +77,8 @@ class InspectedGraphs:
     Iterate over it, or index it by number or name.
 
     rows          the managed parameters by row number, with their placement at the time of the call
-    task_graph    the layer-level DAG of a step under the plan in force, a networkx graph over
-                  `TaskId`s with sizes, FLOPs and times
+    task_graph    the layer-level DAG of a step under the plan in force; its `dag` is a networkx
+                  graph over `TaskId`s with sizes, FLOPs and times
     unit_names    by the unit number that `InspectedGraph.nodes` has
     times         what is known of each unit's times, by its name
     """

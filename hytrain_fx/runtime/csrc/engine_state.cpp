@@ -17,6 +17,15 @@ Row& EngineState::row(int index) {
   return rows[index];
 }
 
+const Row* EngineState::opens_last() const {
+  const Row* last = nullptr;
+  for (const Key& key : streaming) {
+    const Row& of = rows[key.row];
+    if (!last || of.open_mark > last->open_mark) last = &of;
+  }
+  return last;
+}
+
 void EngineState::queue_ready(Row& row) {
   for (int c = 0; c < row.size(); ++c) queue_ready(row, c);
 }

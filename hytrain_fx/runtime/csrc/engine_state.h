@@ -51,6 +51,9 @@ struct EngineState {
   void raise_all_flags();
   void notify_all();
 
+  // The streamed row that may be updated last, of those with chunks to be sent; null: there is none.
+  const Row* opens_last() const;
+
   // Waits until `done`. If that is not in time, the error names the wait: "WHAT after 20 s".
   template <class Done>
   void await(EngineLock& lock, const char* what, Done done) {

@@ -76,9 +76,10 @@ bool FlaggedTail::may_be_sent() const {
     lands = lands || is_landing(row);
     any = any || std::any_of(row.chunks.begin(), row.chunks.end(), [](const Chunk& chunk) { return !chunk.is_updated(); });
   }
-  // Nobody knows then when states may be updated, and by units the lane would stand until the backward's end.
-  const auto may_be_updated = [this](const Key& key) { return state_.row(key).open->known_done(); };
-  return any && (lands || std::all_of(state_.streaming.begin(), state_.streaming.end(), may_be_updated));
+  if (!any || lands) return any;
+  // Nobody knows when states may be updated, and by units the lane would stand until the backward's end.
+  const Row* last = state_.opens_last();
+  return !last || last->open->known_done();
 }
 
 // What is still to go: new weights, updated or not, then states.

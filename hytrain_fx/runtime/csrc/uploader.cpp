@@ -53,7 +53,7 @@ void Uploader::await_first(EngineLock& lock) {
 // is made with the lock, from what is known. An event that a row was given in between counts as not
 // come, and is asked for the next time.
 void Uploader::ask_events(EngineLock& lock) const {
-  enum { kReleased, kOpen, kStored, kChoices };
+  enum { kReleased, kOpen, kOpensLast, kStored, kChoices };
   std::array<std::vector<EventPtr>, kChoices> asked;
   // rows that come one after the other often share an event
   auto add = [&asked](int choice, const EventPtr& event) {
@@ -69,6 +69,7 @@ void Uploader::ask_events(EngineLock& lock) const {
   for (const Key& key : streamed) {
     if (add(kOpen, state_.row(key).open)) break;
   }
+  if (const Row* last = state_.waiting > 0 ? state_.opens_last() : nullptr) add(kOpensLast, last->open);  // for may_be_sent()
   for (const StagingSlot& slot : staging_.slots()) {
     if (streamed.empty() || !slot.stored || add(kStored, slot.stored)) break;
   }
