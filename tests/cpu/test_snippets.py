@@ -134,10 +134,23 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     for row in message_rows():
         messages = re.findall(r"`([^`]+)`", row.split("|")[1])
         assert messages, row
-        patterns = [re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL) for message in messages]
-        if not re.search("(torch|Python)'s own", row) and not all(any(pattern.search(text) for text in texts) for pattern in patterns):
+        if not re.search("(torch|Python)'s own", row) and not all(any(holds(text, message) for text in texts) for message in messages):
             wrong.append(row)
     assert wrong == []
+
+
+def holds(text: str, message: str) -> bool:
+    """Whether a text has the parts of a message between its …, one after the other.
+
+    A regular expression takes ten times as long.
+    """
+    at = 0
+    for part in message.split("…"):
+        found = text.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
 
 
 def message_rows() -> Iterator[str]:
@@ -163,12 +176,11 @@ def test_every_refusal_and_warning_is_on_the_page() -> None:
 
     `GradientConsumedError` and the like are one message each.
     """
-    patterns = [re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
-                for row in message_rows() for message in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    messages = [message for row in message_rows() for message in re.findall(r"`([^`]+)`", row.split("|")[1])]
     told = [(path, texts) for path in (ROOT / "hytrain_fx").rglob("*.py") for texts in refusals_in(path)
             if path.relative_to(ROOT / "hytrain_fx").as_posix().startswith(ROOMS)]
     assert len(told) > 40
-    assert [(path.name, texts) for path, texts in told if not any(pattern.search(text) for pattern in patterns for text in texts)] == []
+    assert [(path.name, texts) for path, texts in told if not any(holds(text, message) for message in messages for text in texts)] == []
 
 
 def refusals_in(path: Path) -> Iterator[list[str]]:
