@@ -147,9 +147,8 @@ class Planning:
         """Measure the step, and do what the controller decides. Raises RankError alone."""
         self.last = step
         agreed = self._agreed_trials.at(step.steps_done, lambda: to_tell(
-            self.controller.told, self.plan if self.solver.solves else None,
-            untried=self._stream_trial.untried is not None and self.controller.may_try,
-            away=self.recording or self._due is not None)) if self._agreed_trials else None
+            self.controller.told, self.plan if self.solver.solves else None, away=self.recording or self._due is not None,
+            untried=self._stream_trial.untried is not None and self.controller.may_try)) if self._agreed_trials else None
         with self.aside("measuring a step"):
             try:
                 self._after_step(agreed)
