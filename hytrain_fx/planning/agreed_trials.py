@@ -47,7 +47,8 @@ def to_tell(controller: Told, plan: Plan | None, *, untried: bool, away: bool) -
     if plan is None:
         return Told.HAS_ON_DEVICE | Told.HAS_STREAMED
     found = controller | (Told.WANTS_STREAMED if untried else Told.NOTHING)
-    found &= ~_ACTS if away else ~Told.NOTHING
+    if away:
+        found &= ~_ACTS
     found |= Told.NOTHING if plan.numel(Placement.CPU) else Told.HAS_STREAMED
     return found | (Told.NOTHING if any(map(plan.numel, (Placement.CPU, Placement.STREAM))) else Told.HAS_ON_DEVICE)
 

@@ -106,9 +106,9 @@ def visits(program: Path, streamed_of_unit: int) -> list[tuple[int, int]]:
     """Of each step: visits between the backward's end and unit 0, and visits before that end."""
     done = subprocess.run([program, str(streamed_of_unit)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    found = [(int(between), int(before)) for between, before in map(str.split, done.stdout.splitlines())]
     assert len(found) == 24
-    return [(between, before) for between, before in found]
+    return found
 
 
 def test_the_engine_learns_how_slow_its_lane_is(engine_program: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START = """
-import copy, gc, os, pickle, sys, threading, time
+import copy, gc, os, pickle, sys
 import torch
 import torch._inductor.config
 from torch import nn

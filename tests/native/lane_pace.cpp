@@ -118,8 +118,9 @@ Loop loop_of(int count, char** arguments) {
   Loop loop;
   const std::map<std::string, double*> values{
       {"steps", &loop.steps}, {"unit_us", &loop.unit_us}, {"share", &loop.share}, {"visits", &loop.visits},
-      {"visit_mb", &loop.visit_mb}, {"weight_mb", &loop.weight_mb}, {"late_us", &loop.late_us},
-      {"foreseen", &loop.foreseen}, {"other_at", &loop.other_at}, {"other_share", &loop.other_share}, {"other_visits", &loop.other_visits}, {"other_visit_mb", &loop.other_visit_mb}, {"other_weight_mb", &loop.other_weight_mb}};
+      {"visit_mb", &loop.visit_mb}, {"weight_mb", &loop.weight_mb}, {"late_us", &loop.late_us}, {"foreseen", &loop.foreseen},
+      {"other_at", &loop.other_at}, {"other_share", &loop.other_share}, {"other_visits", &loop.other_visits},
+      {"other_visit_mb", &loop.other_visit_mb}, {"other_weight_mb", &loop.other_weight_mb}};
   for (int i = 1; i < count; ++i) {
     const std::string argument = arguments[i];
     const size_t at = argument.find('=');

@@ -104,7 +104,7 @@ def all_in(placement: Placement) -> Plan:
 
 @pytest.mark.parametrize("placement", list(Placement))
 def test_a_rank_tells_what_it_need_not_try(placement: Placement) -> None:
-    """Of a plan that stays: everything. A busy rank wants nothing, and tells of its trial."""
+    """Of a plan that stays: everything. One that is away wants nothing."""
     plan = all_in(placement)
     has = {Placement.GPU: Told.HAS_ON_DEVICE | Told.HAS_STREAMED, Placement.STREAM: Told.HAS_STREAMED}.get(placement, Told.NOTHING)
     assert to_tell(Told.NOTHING, plan, untried=False, away=False) == has

@@ -71,13 +71,15 @@ def _window_s(trainer: Trainer[B], batches: Iterator[B], steps: int) -> float:
 
 
 def _launching(trainer: Trainer[B], batches: Iterator[B]) -> dict[str, float]:
-    """The median time of the host in a forward and backward that found nothing to wait for."""
+    """The median time of the host in a forward and backward that found nothing to wait for.
+
+    Nothing, and no step more, for ways that do not tell it.
+    """
+    if trainer.launching_s() is None:
+        return {}
     found: list[float] = []
     for _ in range(_LAUNCHES):
-        trainer.finish()
         trainer.step(next(batches))
-        launching_s = trainer.launching_s()
-        if launching_s is not None:
-            found.append(launching_s)
-    trainer.finish()
-    return {"launching_s": round(statistics.median(found), 6)} if found else {}
+        trainer.finish()
+        found += filter(None, [trainer.launching_s()])
+    return {"launching_s": round(statistics.median(found), 6)}
