@@ -19,6 +19,11 @@ from hytrain_fx.runtime.rounding import NO_PLACE, RoundingPlace
 from hytrain_fx.runtime.scalars import UpdateScalars
 
 GROUP: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False}
+# Of finite operands, and all; see operands().
+FINITE_KINDS = ("normal", "wide", "denormal", "edges")
+KINDS = (*FINITE_KINDS, "bits")
+# Where the kernel's ways for small values begin and end (adamw_tiny.h).
+EDGES = (-145, -127, -126, -110, -100, -80, -75, -64, -63, -50, -10, 0)
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The wheel's, as far as this CPU can run them, and one without vectors.
 VARIANTS = {baseline.name: (f"-march={baseline.name}",) for baseline in BASELINES if baseline.needs <= build.instruction_sets()} | {
@@ -93,7 +98,9 @@ def different_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 def operands(n: int, seed: int, kind: str, grad_dtype: torch.dtype = torch.float32, out_dtype: torch.dtype | None = None) -> Operands:
     """States of one kind.
 
-    "normal": as training has them; "wide": over 80 binary orders; "denormal"; "bits": any bits.
+    "normal": as training has them; "wide": over 80 binary orders; "denormal"; "edges": about powers
+    of two at which the kernel computes in another way, a few units of 2^-149, and zeros; "bits":
+    any bits.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -103,6 +110,11 @@ def operands(n: int, seed: int, kind: str, grad_dtype: torch.dtype = torch.float
             return x * torch.exp2(torch.randint(-40, 40, (n,), generator=random).float())
         if kind == "denormal":
             return torch.randint(0, 1 << 24, (n,), generator=random, dtype=torch.int32).view(torch.float32) * x.sign()
+        if kind == "edges":
+            powers = torch.tensor(EDGES)[torch.randint(0, len(EDGES), (n,), generator=random)]
+            scales = torch.exp2(powers + torch.randint(-2, 3, (n,), generator=random))
+            units = torch.randint(-9, 10, (n,), generator=random) * 2.0**-149
+            return torch.where(torch.rand(n, generator=random) < 0.7, x * scales, units)
         if kind == "bits":
             return torch.randint(-(1 << 31), 1 << 31, (n,), generator=random).to(torch.int32).view(torch.float32)
         return x

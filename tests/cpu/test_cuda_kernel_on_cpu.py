@@ -24,7 +24,7 @@ from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.scalars import UpdateFlag
 from hytrain_fx.runtime.states.split_master import split
 
-from .adamw_operands import GROUP, Operands, different_bits, kernel_, operands
+from .adamw_operands import GROUP, KINDS, Operands, different_bits, kernel_, operands
 from .adamw_rows import Row, row_of
 from .test_split_master import split_kernel_
 
@@ -70,7 +70,7 @@ def prepared(n: int, seed: int, kind: str, kernel: int, amsgrad: bool, start: in
     kernel=st.sampled_from(sorted(KERNELS)),
     sizes=st.lists(st.tuples(st.integers(1, 700), st.sampled_from([0, 0, 1, 8])), min_size=1, max_size=4),
     seed=st.integers(0, 1 << 30),
-    kind=st.sampled_from(["normal", "wide", "denormal", "bits"]),
+    kind=st.sampled_from(KINDS),
     amsgrad=st.booleans(),
     maximize=st.booleans(),
     torch_cuda=st.booleans(),

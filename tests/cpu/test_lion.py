@@ -25,7 +25,7 @@ from hytrain_fx.runtime.lion import Lion, LionScalars
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.engine import NativeEngine
 
-from .adamw_operands import VARIANTS, Operands, assert_same_bits, kernel_, operands
+from .adamw_operands import KINDS, VARIANTS, Operands, assert_same_bits, kernel_, operands
 from .adamw_rows import row_of
 from .engine_loop import host_states
 from .loops import TorchAdam, assert_same, weights
@@ -39,7 +39,6 @@ __all__ = ["run_rows"]  # the fixture, for this file too
 
 GROUP: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = ["normal", "wide", "denormal", "bits"]
 PLACES = [(Placement.CPU,), (Placement.GPU,), (Placement.STREAM,), tuple(Placement)]
 
 

@@ -28,7 +28,7 @@ from hytrain_fx.runtime.rounding import RoundingPlace, parameter_key, random_bit
 from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.split_master import split, whole_states
 
-from .adamw_operands import GROUP, VARIANTS, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
+from .adamw_operands import GROUP, KINDS, VARIANTS, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 from .adamw_rows import row_of
 from .engine_loop import NARROW
 from .loops import HYPER, HandAdam, Twins, assert_same, gpt_in, rounded_by_chance, weights
@@ -43,7 +43,6 @@ __all__ = ["run_rows"]  # the fixture, for this file too
 
 CPU = torch.device("cpu")
 BF16: dict[str, Any] = {"moments": "bf16"}
-KINDS = st.sampled_from(["normal", "wide", "denormal", "bits"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 PLACES_IN_MODEL = st.builds(RoundingPlace, st.integers(0, 2**32 - 1), st.sampled_from([0, 5, 2**32 - 70, 2**33 + 1]))
 
@@ -126,7 +125,8 @@ def test_a_second_moment_does_not_stand_still() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(n=st.integers(1, 400), cut=st.integers(0, 400), seed=st.integers(0, 1 << 30), kind=KINDS, dtype=DTYPES, place=PLACES_IN_MODEL,
+@given(n=st.integers(1, 400), cut=st.integers(0, 400), seed=st.integers(0, 1 << 30), kind=st.sampled_from(KINDS), dtype=DTYPES,
+       place=PLACES_IN_MODEL,
        torch_cuda=st.booleans())
 def test_the_kernel_has_the_bits_of_torch_operations(
     n: int, cut: int, seed: int, kind: str, dtype: torch.dtype, place: RoundingPlace, torch_cuda: bool

@@ -19,7 +19,7 @@ from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.scalars import UpdateFlag
 from hytrain_fx.runtime.states.split_master import copy_states, join, split, whole_states
 
-from .adamw_operands import DTYPE_CODES, GROUP, VARIANTS, Operands, different_bits, kernel_, operands
+from .adamw_operands import DTYPE_CODES, FINITE_KINDS, GROUP, VARIANTS, Operands, different_bits, kernel_, operands
 
 CPU = torch.device("cpu")
 HIGH = st.integers(0, 0xFFFF)
@@ -69,7 +69,7 @@ def test_every_weight_with_a_tie_comes_back() -> None:
 @given(
     n=st.integers(0, 300),
     seed=st.integers(0, 1 << 40),
-    kind=st.sampled_from(["normal", "wide", "denormal"]),
+    kind=st.sampled_from(FINITE_KINDS),
     amsgrad=st.booleans(),
     maximize=st.booleans(),
     torch_cuda=st.booleans(),

@@ -19,12 +19,11 @@ from hytrain_fx.runtime.arithmetic import AdamScalars, fma, square_root
 from hytrain_fx.runtime.native import build, cuda_module
 from hytrain_fx.runtime.scalars import UpdateScalars
 
-from ..cpu.adamw_operands import GROUP, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
+from ..cpu.adamw_operands import GROUP, KINDS, Operands, assert_same_bits, different_bits, kernel_, op_by_op_, operands
 from ..cpu.adamw_rows import Row, row_of
 
 DEVICE = torch.device("cuda", 0)
 LENGTHS = (1, 7, 8, 9, 2047, 2048, 2049, 100_003)
-KINDS = ("normal", "wide", "denormal", "bits")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = {  # by the dtypes of gradient and weight
     (torch.float32, torch.float32): "f32",

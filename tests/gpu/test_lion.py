@@ -16,9 +16,9 @@ from hytrain_fx.api import session_of
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.runtime.lion import LionScalars
 
-from ..cpu.adamw_operands import assert_same_bits, kernel_
+from ..cpu.adamw_operands import KINDS, assert_same_bits, kernel_
 from ..cpu.loops import TorchAdam
-from ..cpu.test_lion import DTYPES, GROUP, KINDS, lion_operands
+from ..cpu.test_lion import DTYPES, GROUP, lion_operands
 from ..cpu.test_placements import plan_of
 from .feed_forward import STEPS, batches, build, deterministic, loss_of
 from .test_cuda_adamw_bits import cuda_kernel_, moved

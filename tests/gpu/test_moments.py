@@ -17,7 +17,7 @@ from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.runtime.lion import LionScalars
 from hytrain_fx.runtime.rounding import RoundingPlace
 
-from ..cpu.adamw_operands import assert_same_bits, kernel_, op_by_op_
+from ..cpu.adamw_operands import KINDS, assert_same_bits, kernel_, op_by_op_
 from ..cpu.loops import HandAdam
 from ..cpu.test_cut_parameters import cut_plan
 from ..cpu.test_lion import GROUP as LION_GROUP
@@ -33,7 +33,7 @@ __all__ = ["deterministic"]  # the fixture, for this file too
 PLACE = RoundingPlace(99, (1 << 32) - 5000)
 
 
-@pytest.mark.parametrize("kind", ["normal", "wide", "denormal", "bits"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_cuda_kernels_are_cpu_kernels(dtype: torch.dtype, kind: str) -> None:
     """Vectors, tails and element numbers beyond 32 bits; torch operations on the GPU agree too."""

@@ -16,7 +16,7 @@ from hytrain_fx.runtime.engine import CommitItem, RowSpec, RowStates
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.split_master import split, whole_states
 
-from ..cpu.adamw_operands import GROUP, different_bits, kernel_, operands
+from ..cpu.adamw_operands import FINITE_KINDS, GROUP, different_bits, kernel_, operands
 
 DEVICE = torch.device("cuda", 0)
 LOWS = (0, 0x7FFF, 0x8000, 0x8001, 0xFFFF, None)
@@ -27,7 +27,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "cpu"])
-@pytest.mark.parametrize("kind", ["normal", "wide", "denormal"])
+@pytest.mark.parametrize("kind", FINITE_KINDS)
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 def test_an_update_in_halves_has_the_bits_of_whole_masters(streamed: bool, kind: str, amsgrad: bool) -> None:
     """Weight, master and moments after three steps have the bits of whole masters.

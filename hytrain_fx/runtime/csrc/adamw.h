@@ -20,34 +20,49 @@
 // compute. Either runs on either device.
 #pragma once
 
-#include "formats.h"
+#include "adamw_tiny.h"
 
 namespace hytrain_fx {
 namespace detail {
 
 // One block of the update; the flags are template arguments so that the loop has no branch and
-// vectorises.
-template <uint32_t flags>
-inline void update_block(const float* __restrict grad, float* __restrict p, float* __restrict m, float* __restrict v, float* __restrict vmax,
-                         int64_t n, const UpdateScalars& scalars) {
+// vectorises. With `tiny` each operation is the one of adamw_tiny.h.
+template <uint32_t flags, bool tiny>
+inline void update_values(const float* __restrict grad, float* __restrict p, float* __restrict m, float* __restrict v, float* __restrict vmax,
+                          int64_t n, const UpdateScalars& scalars) {
   const UpdateScalars s = scalars;  // a copy, so that stores to p, m, v cannot alias it
+  const Mask calm = is_calm(s);
   for (int64_t i = 0; i < n; ++i) {
     const float weight = p[i] * s.decay;
     const float g = (flags & kL2) ? std::fma(s.l2, weight, grad[i]) : grad[i];
-    const float first = std::fma(s.lerp, g - m[i], (flags & kLerpFromEnd) ? g : m[i]);
-    const float kept = v[i] * s.beta2;
-    const float second = (flags & kTorchCuda) ? std::fma(s.one_minus_beta2, g * g, kept) : std::fma(s.one_minus_beta2 * g, g, kept);
+    const float first =
+        tiny ? first_moment<(flags & kLerpFromEnd) != 0>(g, m[i], s.lerp) : std::fma(s.lerp, g - m[i], (flags & kLerpFromEnd) ? g : m[i]);
+    float second;
+    if (tiny) {
+      second = second_moment<(flags & kTorchCuda) != 0>(g, v[i], s.beta2, s.one_minus_beta2);
+    } else {
+      const float kept = v[i] * s.beta2;
+      second = (flags & kTorchCuda) ? std::fma(s.one_minus_beta2, g * g, kept) : std::fma(s.one_minus_beta2 * g, g, kept);
+    }
     float used = second;
     if (flags & kAmsgrad) {
       const float largest = vmax[i];  // torch.maximum: a NaN on either side stays
       used = (second > largest || second != second) ? second : largest;
       vmax[i] = used;
     }
-    const float denominator = std::sqrt(used) / s.bias2_sqrt + s.eps;
+    const float denominator = (tiny ? root_of(used) : std::sqrt(used)) / s.bias2_sqrt + s.eps;
+    const float moves = tiny ? moving(first, weight, calm) : first;
     m[i] = first;
     v[i] = second;
-    p[i] = (flags & kTorchCuda) ? std::fma(s.neg_step_size, first / denominator, weight) : weight + (s.neg_step_size * first) / denominator;
+    p[i] = (flags & kTorchCuda) ? std::fma(s.neg_step_size, moves / denominator, weight) : weight + (s.neg_step_size * moves) / denominator;
   }
+}
+
+template <uint32_t flags>
+inline void update_block(const float* __restrict grad, float* __restrict p, float* __restrict m, float* __restrict v, float* __restrict vmax,
+                         int64_t n, const UpdateScalars& scalars) {
+  if (has_tiny(grad, m, v, n) && knows_tiny(scalars)) return update_values<flags, true>(grad, p, m, v, vmax, n, scalars);
+  update_values<flags, false>(grad, p, m, v, vmax, n, scalars);
 }
 
 template <uint32_t index>
