@@ -16,7 +16,9 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
 
-_SETTLING_STEPS = 2  # steps after a move: the one that moved, and the one with its first updates
+# Steps after a move: the one that moved, the one with its first updates, and one whose streamed
+# states are told later.
+_SETTLING_STEPS = 3
 _MOST_SEEN_STEPS = 8  # steps under the plan in force: more steps make it more certain
 _NOTE = "the streamed share was balanced"  # begins the note about it
 _WIDEST = 4 * TOLERANCE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from hytrain_fx.runtime.engine import FinishTimes, Stage
 from .engine_loop import EngineLoop
 from .loops import Twins, plain_loop
 from .models import Batches, gpt
+from .native_programs import built
 from .test_streaming import running
 
 
@@ -53,6 +56,38 @@ def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
             loop.check()
         assert engine.finish_times().cpu_us > 0
         assert engine.finish_times().streamed_us == 0
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tests/native/step_clock.cpp, compiled."""
+    return built("step_clock", tmp_path_factory.mktemp("clock"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # Both ended before the next commit: its commit tells them.
+        ("commit:100:1:0 cpu:140 streamed:160:0 held:5:0 commit:200:1:0", ["0 0 0", "40 60 5"]),
+        # The states came after it: the one after tells their true end.
+        ("commit:100:1:0 cpu:140 commit:200:1:1 held:7:1 streamed:230:1 cpu:260 commit:300:1:1",
+         ["0 0 0", "0 0 0", "40 130 7"]),
+        # So in each step, and what is no longer late is told at once.
+        ("commit:100:1:0 cpu:140 commit:200:1:1 streamed:230:1 cpu:250 commit:300:1:1 streamed:340:1 cpu:370 streamed:380:0 commit:400:1:0",
+         ["0 0 0", "0 0 0", "40 130 0", "70 80 0"]),
+        # They had not come even then.
+        ("commit:100:1:0 cpu:140 commit:200:1:1 cpu:250 commit:300:1:1 streamed:310:2 commit:400:1:1", ["0 0 0"] * 4),
+        # An update has not begun.
+        ("commit:100:1:0 cpu:140 streamed:160:0 commit:200:0:0", ["0 0 0", "0 0 0"]),
+    ],
+)
+def test_states_that_come_after_the_next_commit_are_told_later(clock: Path, words: str, told: list[str]) -> None:
+    """A loop that runs ahead is told when streamed states came, and not when step() was called.
+
+    Else they would seem to end earlier, or no step would tell, and the share would stay as it is.
+    """
+    found = subprocess.run([clock, *words.split()], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert found.splitlines() == told
 
 
 def test_pauses_between_updates_are_told() -> None:
@@ -291,7 +326,7 @@ def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
     for name, value in {"profile": object(), "_saw_streaming": True}.items():
         monkeypatch.setattr(planning, name, value)
     monkeypatch.setattr(planning._moves, "switch_us", 1e3)
-    plain_loop(6)(twins.ours, twins.optimizer, twins.batches)
+    plain_loop(7)(twins.ours, twins.optimizer, twins.batches)
     assert planning.controller.state is (State.BALANCING if gain_us == 1e9 else State.ASKED)
     assert planning.is_due == (gain_us == 1e9)
     assert ("not moved" in planning.controller.standing.why) == (gain_us < 1e9)

@@ -40,6 +40,7 @@ def about(model: nn.Module) -> dict[str, Any]:
         "guesses": asdict(session.engine.guess_counts()),
         "early": asdict(session.engine.early_counts()),
         "early_tried": session.foresight.tried,
+        "ends": asdict(session.engine.finish_times()),
         "not_offloaded": len(explanation.not_offloaded),
     }
     if explanation.startup is not None:

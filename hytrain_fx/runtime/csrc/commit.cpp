@@ -64,8 +64,7 @@ void Commit::await_last_step(EngineLock& lock) {
 }
 
 void Commit::begin_step(double called_us) {
-  if (parts_.tail.is_followed()) state_.clock.streamed(called_us);  // it has not ended yet
-  state_.clock.begin_step(called_us, state_.device->now_us(), has_ended());
+  state_.clock.begin_step(called_us, state_.device->now_us(), has_ended(), parts_.tail.is_followed());
   parts_.tally.begin_commit();
 }
 

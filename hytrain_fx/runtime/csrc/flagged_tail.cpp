@@ -154,7 +154,7 @@ void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lo
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   follow(lane, commit, [&lane] { return lane.visits() == 0; }, lock);
   rates_.saw(lane, lands_last_ < 0 ? 0 : std::max(0.0, lane.late(state_.rows[lands_last_].landed_us)));
-  if (state_.commits == commit) state_.clock.streamed(state_.device->now_us());
+  state_.clock.streamed(state_.device->now_us(), state_.commits - commit);
   following_ = false;
 }
 
@@ -167,7 +167,7 @@ void FlaggedTail::follow(LaneProgress& lane, uint64_t commit, Reached reached, E
     lock.lock();
     if (reached()) return;
     const double now_us = state_.device->now_us();
-    if (following_ && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
+    if (following_ && lane.stands()) state_.clock.held(now_us - asked_us, state_.commits - commit);
     asked_us = now_us;
   }
 }
