@@ -26,8 +26,10 @@ struct Loop {
   double steps = 24, unit_us = 9e3, forward_us = 3e3;  // of a unit
   double share = 1;                                    // of its rate that the lane has in the backward
   double visits = 3, visit_mb = 47, weight_mb = 29;    // of a unit
+  double weights = 1;                                  // chunks that its weights are updated in
   double late_us = 0;                                  // when the lane is looked at first
   double foreseen = 1;                                 // when gradients are to land, as a share of when they do
+  double cpu_share = 1;                                // of its rate in the step before that the CPU has
   double other_at = 1e9, other_share = 1, other_visits = 3, other_visit_mb = 47, other_weight_mb = 29;  // from that step on
   double ends_us() const { return kUnits * unit_us; }
   double rate(double at_us) const { return at_us < ends_us() ? share * kTrueRate : kTrueRate; }
@@ -49,7 +51,10 @@ std::vector<LaneItem> items_of_a_step(const Loop& loop, double foreseen) {
   std::vector<LaneItem> items;
   for (int32_t unit = 0; unit < kUnits; ++unit) {
     const double landed_us = foreseen * (kUnits - unit) * loop.unit_us;
-    items.push_back({{unit, 2 * unit, 0}, false, 1e6 * loop.weight_mb, 5e5 * loop.weight_mb, landed_us, landed_us});
+    for (int32_t chunk = 0; chunk < loop.weights; ++chunk) {
+      const double bytes = 1e6 * loop.weight_mb / loop.weights;
+      items.push_back({{unit, 2 * unit, chunk}, false, bytes, bytes / 2, landed_us, landed_us});
+    }
     for (int32_t chunk = 0; chunk < loop.visits; ++chunk) {
       items.push_back({{unit, 2 * unit + 1, chunk}, true, 1e6 * loop.visit_mb, 0, landed_us, landed_us});
     }
@@ -58,7 +63,7 @@ std::vector<LaneItem> items_of_a_step(const Loop& loop, double foreseen) {
 }
 
 // Workers take what has landed in the lane's order.
-std::vector<double> updated_us(const std::vector<LaneItem>& items, const LaneOrder& order) {
+std::vector<double> updated_us(const Loop& loop, const std::vector<LaneItem>& items, const LaneOrder& order) {
   std::vector<double> updated(items.size());
   std::vector<size_t> left;
   std::copy_if(order.items.begin(), order.items.end(), std::back_inserter(left), [&](size_t i) { return !items[i].is_states; });
@@ -67,7 +72,7 @@ std::vector<double> updated_us(const std::vector<LaneItem>& items, const LaneOrd
     if (next == left.end()) {
       next = std::min_element(left.begin(), left.end(), [&](size_t a, size_t b) { return items[a].landed_us < items[b].landed_us; });
     }
-    cpu_us = std::max(cpu_us, items[*next].landed_us) + items[*next].params / kParamsPerUs;
+    cpu_us = std::max(cpu_us, items[*next].landed_us) + items[*next].params / (loop.cpu_share * kParamsPerUs);
     updated[*next] = cpu_us;
     left.erase(next);
   }
@@ -81,7 +86,7 @@ struct Played {
 
 // The lane keeps to the order. States are brought ahead of their gradients, to slots that earlier ones leave.
 Played play(const Loop& loop, const std::vector<LaneItem>& items, const LaneOrder& order) {
-  const std::vector<double> updated = updated_us(items, order);
+  const std::vector<double> updated = updated_us(loop, items, order);
   std::vector<double> free_us(kSlots), there_us(kUnits);
   size_t visits = 0;
   double lane_us = 0, out_us = 0;
@@ -117,8 +122,8 @@ LaneProgress looked_at(const Loop& loop, const std::vector<LaneItem>& items, con
 Loop loop_of(int count, char** arguments) {
   Loop loop;
   const std::map<std::string, double*> values{
-      {"steps", &loop.steps}, {"unit_us", &loop.unit_us}, {"share", &loop.share}, {"visits", &loop.visits},
-      {"visit_mb", &loop.visit_mb}, {"weight_mb", &loop.weight_mb}, {"late_us", &loop.late_us}, {"foreseen", &loop.foreseen},
+      {"steps", &loop.steps}, {"weights", &loop.weights}, {"unit_us", &loop.unit_us}, {"share", &loop.share}, {"visits", &loop.visits},
+      {"visit_mb", &loop.visit_mb}, {"weight_mb", &loop.weight_mb}, {"late_us", &loop.late_us}, {"foreseen", &loop.foreseen}, {"cpu_share", &loop.cpu_share},
       {"other_at", &loop.other_at}, {"other_share", &loop.other_share}, {"other_visits", &loop.other_visits},
       {"other_visit_mb", &loop.other_visit_mb}, {"other_weight_mb", &loop.other_weight_mb}};
   for (int i = 1; i < count; ++i) {

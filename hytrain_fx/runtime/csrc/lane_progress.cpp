@@ -10,6 +10,9 @@ constexpr size_t kLeastRates = 5;
 constexpr double kGuessedBytesPerUs = 25e3;
 // What is too short, or nearly as planned, tells nothing; and no step alone tells much.
 constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.3, kTrust = 0.5;
+// A faster lane is tried after steps that were not behind, more in each further one.
+constexpr double kTriedMore = 0.01, kTriedMost = 0.1;
+constexpr int kMostApart = 64;
 constexpr double kLeastShare = 1.0 / 16;  // in the backward, of the rate after it
 
 // Of a weight: waits for its flag and for its last reader, the copy, an event, and a word behind it. Of
@@ -60,6 +63,21 @@ double LaneProgress::bytes_per_us() const {
 
 double LearntRates::bytes_per_us() const { return after_ > 0 ? after_ : kGuessedBytesPerUs; }
 
+double LearntRates::slower(double rate, double longer) {
+  if (tried_ > 0) apart_ = std::min(2 * apart_, kMostApart);
+  tried_ = 0;
+  until_ = apart_;
+  return rate / (1 + kTrust * std::min(longer, kMostChange));
+}
+
+double LearntRates::faster(double rate, double longer) {
+  if (until_ > 0) --until_;
+  else tried_ = std::min(tried_ + kTriedMore, kTriedMost);
+  if (tried_ >= kTriedMost) apart_ = kLeastApart;
+  const double shorter = -kTrust * std::max(longer, -kMostChange);
+  return rate * (1 + std::max(tried_, shorter < kTrust * kLeastChange ? 0 : shorter));
+}
+
 void LearntRates::saw(const LaneProgress& lane, double late) {
   double rate = bytes_per_us_in_backward();
   if (lane.bytes_per_us() > 0) after_ = lane.bytes_per_us();
@@ -68,7 +86,7 @@ void LearntRates::saw(const LaneProgress& lane, double late) {
   } else if (late > 0) {
     const double took = lane.took_us() / lane.planned_us();
     const double longer = took / std::clamp(took, std::min(late, 1.0), std::max(late, 1.0)) - 1;
-    if (std::abs(longer) >= kLeastChange) rate /= 1 + kTrust * std::clamp(longer, -kMostChange, kMostChange);
+    rate = longer >= kLeastChange ? slower(rate, longer) : faster(rate, longer);
   }
   in_backward_ = std::clamp(rate, kLeastShare * bytes_per_us(), bytes_per_us());
 }

@@ -59,6 +59,9 @@ class LaneProgress {
 // where the lane has time to spare, it is late or early as gradients are. What these explain teaches
 // nothing. Other causes may stay for many steps, so the rate has limits. It goes back to that after
 // the backward where little is to come before.
+//
+// What is planned for a slow lane takes as long on a fast one, as its copies wait for gradients. So a
+// faster one is tried now and then, and more seldom after each trial that put the lane behind.
 class LearntRates {
  public:
   double bytes_per_us() const;  // after the backward
@@ -67,7 +70,13 @@ class LearntRates {
   void saw(const LaneProgress& lane, double late);
 
  private:
+  static constexpr int kLeastApart = 8;
+  double slower(double rate, double longer);
+  double faster(double rate, double longer);
+
   double after_ = 0, in_backward_ = 0;  // 0: not known
+  double tried_ = 0;                    // by how much more than planned
+  int until_ = 0, apart_ = kLeastApart;  // steps without a trial: until the next, and after one that failed
 };
 
 }  // namespace hytrain_fx
