@@ -99,6 +99,8 @@ class AdamScalars(UpdateScalars):
     ) -> AdamScalars:
         lerp = f32(1 - beta1)
         from_end = lerp >= 0.5
+        # Both are exact. For beta1 = 0 they are zeros of other signs, and so is m where g is -0.
+        less_one = -(1.0 - lerp) if torch_cuda else lerp - 1.0
         l2 = weight_decay != 0 and not decoupled
         switches = (
             (UpdateFlag.MAXIMIZE, group.get("maximize")),
@@ -110,7 +112,7 @@ class AdamScalars(UpdateScalars):
         return cls(
             decay=f32(1 - lr * weight_decay) if weight_decay != 0 and decoupled else 1.0,
             l2=f32(weight_decay) if l2 else 0.0,
-            lerp=lerp - 1.0 if from_end else lerp,  # exact
+            lerp=less_one if from_end else lerp,
             beta2=f32(beta2),
             one_minus_beta2=f32(1 - beta2),
             neg_step_size=f32(-(lr / (1 - beta1**step))),

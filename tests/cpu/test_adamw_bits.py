@@ -292,6 +292,27 @@ def test_denormals_are_kept() -> None:
     assert bool((o.v > 0).all())
 
 
+@needs_torch_fma
+def test_without_a_first_moment_a_zero_gradient_keeps_its_sign_as_torch_has_it() -> None:
+    """With beta1 = 0 the moment is a zero of some sign where the gradient is -0.
+
+    torch's CUDA kernel has fma(-(g - m), 1 - w, g), its CPU kernel fma(w - 1, g - m, g) in whole
+    vectors.
+    """
+    before = torch.tensor([-1.0, 1.0] * 64)
+    o = operands(128, 1, "normal")
+    o.grad.fill_(-0.0)
+    o.m.copy_(before)
+    by_ops, by_cpu_form = o.clone(), o.clone()
+    group = GROUP | {"betas": (0.0, 0.999)}
+    kernel_(o, AdamScalars.of(group, 3, decoupled=True, torch_cuda=True))
+    op_by_op_(by_ops, AdamScalars.of(group, 3, decoupled=True, torch_cuda=True))
+    kernel_(by_cpu_form, AdamScalars.of(group, 3, decoupled=True, torch_cuda=False))
+    assert o.m.signbit().tolist() == by_ops.m.signbit().tolist() == [True, False] * 64
+    by_torch = torch.lerp(before, o.grad, 1.0)
+    assert by_cpu_form.m.signbit().tolist() == by_torch.signbit().tolist() == [False, True] * 64
+
+
 def test_struct_layout() -> None:
     """The structure handed to C++ is 68 bytes and carries every value."""
     scalars = AdamScalars.of(GROUP | {"amsgrad": True}, 3, decoupled=False, torch_cuda=True, factors=(2.0, 0.5))
