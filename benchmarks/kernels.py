@@ -7,6 +7,9 @@ parameter) and torch._fused_adamw_ (fp32 gradient in, no 16-bit weight: also 28 
 from DRAM and, one thread, from a chunk of 64 Ki parameters in L2. GPU, where there is one: the CUDA
 kernel and torch._fused_adamw_. Ours with moments in fp32 and in bf16, which move 20 bytes. Rates
 are of the fastest repeat; GB/s counts these bytes.
+
+On the CPU also of values with denormals, with which x86 computes slowly: what a row of an embedding
+has that no batch uses any more, and vanished gradients.
 """
 
 from __future__ import annotations
@@ -37,6 +40,22 @@ RING_BYTES, TIMEOUT_S = 1 << 20, 60.0
 
 
 @dataclass(frozen=True)
+class Values:
+    """Of every parameter."""
+
+    name: str
+    grad: float = 0.01
+    m: float = 0.01
+    v: float = 0.02
+
+
+USUAL = Values("usual")
+# Zero gradients leave a first moment of 4 * 2^-149: 0.9 of it rounds to as much.
+UNUSED = Values("of a row that is not used", 0.0, 4 * 2.0**-149, 1e-12)
+VANISHED = Values("of vanished gradients", 1e-20, 1e-20, 1e-40)
+
+
+@dataclass(frozen=True)
 class Rate:
     kernel: str
     device: str
@@ -44,10 +63,12 @@ class Rate:
     parameters: int
     parameters_per_s: float
     gb_per_s: float
+    values: str = USUAL.name
 
 
 def measure(
-    kernel: str, device: str, threads: int, parameters: int, repeats: int, calls: int, step: Callable[[], object], moments: str = "fp32"
+    kernel: str, device: str, threads: int, parameters: int, repeats: int, calls: int, step: Callable[[], object], moments: str = "fp32",
+    values: Values = USUAL,
 ) -> Rate:
     """Rate of `step`, which updates `parameters` parameters `calls` times, then returns.
 
@@ -61,17 +82,17 @@ def measure(
         seconds.append(time.perf_counter() - start)
     rate = parameters * calls / min(seconds)
     moved_bytes = StateTraffic(ADAMW.under({"moments": moments}).bytes_per_param).device_bytes(1)
-    return Rate(kernel, device, threads, parameters, rate, rate * moved_bytes / 1e9)
+    return Rate(kernel, device, threads, parameters, rate, rate * moved_bytes / 1e9, values.name)
 
 
-def states(parameters: int, device: str, moments: str = "fp32") -> RowStates:
+def states(parameters: int, device: str, moments: str = "fp32", values: Values = USUAL) -> RowStates:
     """Master [parameters] fp32, and both moments as a group's option `moments` has them."""
     table = ADAMW.under({"moments": moments})
-    master, *of_table = (torch.full((parameters,), value, device=device) for value in (1.0, 0.01, 0.02))
+    master, *of_table = (torch.full((parameters,), value, device=device) for value in (1.0, values.m, values.v))
     return RowStates(table, master, tuple(state.to(getattr(torch, of.dtype)) for state, of in zip(of_table, table.states, strict=True)))
 
 
-def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1, moments: str = "fp32") -> Rate:
+def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1, moments: str = "fp32", values: Values = USUAL) -> Rate:
     """The C++ kernel, with each thread on a range of its own: ctypes releases the GIL.
 
     `calls` is the number of passes in one repeat.
@@ -79,28 +100,30 @@ def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1, mome
     function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
     struct = AdamScalars.of({**GROUP, "moments": moments}, 10, decoupled=True, torch_cuda=False).c_struct
     per_thread = parameters // threads
-    operands = [(torch.full((per_thread,), 0.01, dtype=torch.bfloat16), states(per_thread, "cpu", moments)) for _ in range(threads)]
+    operands = [(torch.full((per_thread,), values.grad, dtype=torch.bfloat16), states(per_thread, "cpu", moments, values))
+                for _ in range(threads)]
 
     def update(of: tuple[torch.Tensor, RowStates]) -> None:
         grad, master = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (of[0], of[1].master))
         kept = ctypes.byref(c_states(of[1]))
+        out = grad if values is USUAL else None  # the new weight takes the gradient's place, which is no small value
         for _ in range(calls):
-            function(grad, 1, master, kept, grad, 1, ctypes.c_int64(per_thread), ctypes.byref(struct))
+            function(grad, 1, master, kept, out, 1, ctypes.c_int64(per_thread), ctypes.byref(struct))
 
     with ThreadPoolExecutor(threads) as pool:
         run = partial(pool.map, update, operands)
-        return measure(_named(moments), "cpu", threads, per_thread * threads, repeats, calls, lambda: list(run()), moments)
+        return measure(_named(moments), "cpu", threads, per_thread * threads, repeats, calls, lambda: list(run()), moments, values)
 
 
 def _named(moments: str) -> str:
     return "hytrain_fx" if moments == "fp32" else f"hytrain_fx, moments in {moments}"
 
 
-def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls: int = 1) -> Rate:
+def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls: int = 1, values: Values = USUAL) -> Rate:
     """torch._fused_adamw_ on fp32 gradients; `calls`: passes in one repeat."""
-    of = states(parameters, device)
+    of = states(parameters, device, values=values)
     master, (m, v) = of.master, of.states
-    grad, step = torch.full_like(master, 0.01), torch.tensor(10.0, device=device)
+    grad, step = torch.full_like(master, values.grad), torch.tensor(10.0, device=device)
     if threads:
         torch.set_num_threads(threads)
 
@@ -113,7 +136,7 @@ def torch_fused(parameters: int, device: str, threads: int, repeats: int, calls:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return measure("torch._fused_adamw_", device, threads, parameters, repeats, calls, update)
+    return measure("torch._fused_adamw_", device, threads, parameters, repeats, calls, update, values=values)
 
 
 def cuda_kernel(parameters: int, repeats: int, calls: int, moments: str = "fp32") -> Rate:
@@ -155,6 +178,8 @@ def main() -> None:
     for count in threads:
         rates += [cpu_kernel(n, count, repeats, moments=moments) for moments in ("fp32", "bf16")]
         rates.append(torch_fused(n, "cpu", count, repeats))
+        for values in (UNUSED, VANISHED):
+            rates += [cpu_kernel(n, count, repeats, values=values), torch_fused(n, "cpu", count, repeats, values=values)]
     machine = {"cpu": platform.processor() or platform.machine(), "cores": cores, "torch": torch.__version__}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()

@@ -27,9 +27,10 @@ inline bool knows_tiny(const UpdateScalars& s) {
   return s.one_minus_beta2 >= 0x1p-40f && s.one_minus_beta2 <= 1.0f && s.beta2 >= 0.0f && s.beta2 <= 1.0f && std::fabs(s.lerp) <= 1.0f;
 }
 
+// Whether a block has such values, by its first kLookedAt elements: they seldom come alone.
 inline bool has_tiny(const float* __restrict grad, const float* __restrict m, const float* __restrict v, int64_t n) {
   Mask found = 0;
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = 0; i < std::min(n, kLookedAt); ++i) {
     found |= is_tiny(magnitude_of(grad[i]), kSmallGradient) | is_tiny(magnitude_of(m[i]), kSmallMoment) |
              is_tiny(bits_of_float(v[i]), kLeastNormal);
   }

@@ -8,6 +8,8 @@
 // adding kWholeUnits or kSignedUnits to its exact value, in a fused multiply-add, and taking it away.
 #pragma once
 
+#include <algorithm>
+
 #include "formats.h"
 
 namespace hytrain_fx {
@@ -18,6 +20,7 @@ constexpr uint32_t bits_of_power(int exponent) { return static_cast<uint32_t>(12
 constexpr uint32_t kSign = 0x80000000u;
 constexpr uint32_t kLeastNormal = bits_of_power(-126);
 constexpr uint32_t kHalfNormal = kLeastNormal / 2;  // 2^-127
+constexpr int64_t kLookedAt = 16;  // elements of a block, to see whether it has such values
 constexpr float kWholeUnits = 0x1p23f;     // of 0 up to as much
 constexpr float kSignedUnits = 0x1.8p23f;  // of up to 2^22 of either sign
 

@@ -45,7 +45,7 @@ inline void lion_values(const float* __restrict grad, float* __restrict p, float
 inline void lion_block(const float* __restrict grad, float* __restrict p, float* __restrict m, float*, float*, int64_t n,
                        const UpdateScalars& scalars) {
   Mask found = 0;
-  for (int64_t i = 0; i < n; ++i) found |= is_tiny(magnitude_of(m[i]), kHalfNormal);
+  for (int64_t i = 0; i < std::min(n, kLookedAt); ++i) found |= is_tiny(magnitude_of(m[i]), kHalfNormal);
   if (found != 0 && std::fabs(scalars.beta1) <= 1.0f && std::fabs(scalars.beta2) <= 1.0f) return lion_values<true>(grad, p, m, n, scalars);
   lion_values<false>(grad, p, m, n, scalars);
 }
