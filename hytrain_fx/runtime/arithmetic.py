@@ -99,7 +99,8 @@ class AdamScalars(UpdateScalars):
     ) -> AdamScalars:
         lerp = f32(1 - beta1)
         from_end = lerp >= 0.5
-        # Both are exact. For beta1 = 0 they are zeros of other signs, and so is m where g is -0.
+        # Both are exact. For beta1 = 0 they are zeros of other signs, and so is m where g is -0 (of
+        # torch's CPU kernel in whole vectors).
         less_one = -(1.0 - lerp) if torch_cuda else lerp - 1.0
         l2 = weight_decay != 0 and not decoupled
         switches = (

@@ -223,7 +223,8 @@ class EarlyCounts:
 class FinishTimes:
     """When the updates of a step ended, in microseconds from its commit.
 
-    0 where there were none of the kind.
+    Of the step before the last committed one. 0 where there were none of the kind, and all 0 where
+    not all had ended.
 
     cpu_paused_us     idle time of the workers, over their number, from the first update by the CPU
                       to the last: gradients had not come yet

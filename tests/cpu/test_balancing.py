@@ -31,7 +31,7 @@ from .test_streaming import running
 
 
 def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
-    """The engine says when each kind of update ended, in the step before the last commit.
+    """The engine says when each kind of update ended, in the step before the last committed one.
 
     Slow CPU updates end later. A kind that did not run has 0.
     """
@@ -41,17 +41,18 @@ def test_the_engine_tells_when_updates_of_each_kind_ended() -> None:
         loop.check()
         assert engine.finish_times() == FinishTimes(), "nothing had ended when the first step was committed"
         engine.set_delay(Stage.CPU_UPDATE, 30_000)
-        loop.step()
-        loop.check()
-        first = engine.finish_times()
-        assert first.cpu_us > 0
-        assert first.streamed_us > 0
-        loop.step()
-        loop.check()
-        assert engine.finish_times().cpu_us > 15_000
+        seen = []
+        for _ in range(3):
+            loop.step()
+            loop.check()
+            seen.append(engine.finish_times())
+        assert seen[0].cpu_us == seen[0].streamed_us == 0, "the second step's commit tells of none"
+        assert seen[1].cpu_us > 0
+        assert seen[1].streamed_us > 0
+        assert seen[2].cpu_us > 15_000
     with running() as engine:
         loop = EngineLoop(engine, (5000,), torch.float32)
-        for _ in range(2):
+        for _ in range(3):
             loop.step()
             loop.check()
         assert engine.finish_times().cpu_us > 0
@@ -67,21 +68,21 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        # Both ended before the next commit: its commit tells them.
-        ("commit:100:1:0 cpu:140 streamed:160:0 held:5:0 commit:200:1:0", ["0 0 0", "40 60 5"]),
-        # The states came after it: the one after tells their true end.
-        ("commit:100:1:0 cpu:140 commit:200:1:1 held:7:1 streamed:230:1 cpu:260 commit:300:1:1",
-         ["0 0 0", "0 0 0", "40 130 7"]),
-        # So in each step, and what is no longer late is told at once.
-        ("commit:100:1:0 cpu:140 commit:200:1:1 streamed:230:1 cpu:250 commit:300:1:1 streamed:340:1 cpu:370 streamed:380:0 commit:400:1:0",
-         ["0 0 0", "0 0 0", "40 130 0", "70 80 0"]),
-        # They had not come even then.
+        # All has ended before the next commit.
+        ("commit:100:1:0 cpu:140 streamed:160:0 held:5 commit:200:1:0 commit:300:1:0", ["0 0 0", "0 0 0", "40 60 5"]),
+        # The states came after it.
+        ("commit:100:1:0 cpu:140 held:7 commit:200:1:1 streamed:230:1 cpu:260 commit:300:1:1", ["0 0 0", "0 0 0", "40 130 7"]),
+        # Now before, now after: each step tells.
+        ("commit:0:1:0 cpu:50 streamed:60:0 commit:100:1:1 streamed:110:1 cpu:150 streamed:161:0 commit:200:1:0 cpu:250 commit:300:1:1 "
+         "streamed:310:1 cpu:350 streamed:362:0 commit:400:1:0 commit:500:1:0",
+         ["0 0 0", "0 0 0", "50 110 0", "50 61 0", "50 110 0", "50 62 0"]),
+        # They have not come even with the commit after.
         ("commit:100:1:0 cpu:140 commit:200:1:1 cpu:250 commit:300:1:1 streamed:310:2 commit:400:1:1", ["0 0 0"] * 4),
         # An update has not begun.
-        ("commit:100:1:0 cpu:140 streamed:160:0 commit:200:0:0", ["0 0 0", "0 0 0"]),
+        ("commit:100:1:0 cpu:140 streamed:160:0 commit:200:0:0 commit:300:1:0", ["0 0 0"] * 3),
     ],
 )
-def test_states_that_come_after_the_next_commit_are_told_later(clock: Path, words: str, told: list[str]) -> None:
+def test_states_that_come_after_the_next_commit_are_told_too(clock: Path, words: str, told: list[str]) -> None:
     """A loop that runs ahead is told when streamed states came, and not when step() was called.
 
     Else they would seem to end earlier, or no step would tell, and the share would stay as it is.
@@ -98,14 +99,14 @@ def test_pauses_between_updates_are_told() -> None:
     with running() as engine:
         loop = EngineLoop(engine, (5000, 6000), torch.float32)
         engine.set_delay(Stage.LANDING, 60_000)
-        for _ in range(2):
+        for _ in range(3):
             loop.step()
             loop.check()
         late = engine.finish_times()
         assert 0 < late.cpu_paused_us <= late.cpu_us
         engine.set_delay(Stage.LANDING, 0)
         engine.set_delay(Stage.CPU_UPDATE, 60_000)
-        for _ in range(2):
+        for _ in range(3):
             loop.step()
             loop.check()
         busy = engine.finish_times()
@@ -128,10 +129,11 @@ def test_states_that_stand_behind_the_cpus_updates_are_told() -> None:
         engine.set_delay(Stage.STREAM_IN, 3_000)  # so that not all of them are on their way before somebody waits
         engine.set_delay(Stage.CPU_UPDATE, 60_000)
         loop.step()
+        loop.step()
         seen = []
         for _ in range(2):
             loop.step()
-            seen.append(engine.finish_times())  # of the step before
+            seen.append(engine.finish_times())  # of the step before the last committed one
             assert seen[-1].at_once > CHUNK_PARAMS
         assert seen[0].streamed_held_us > seen[0].streamed_us / 4
         assert seen[1].streamed_held_us < seen[0].streamed_held_us / 4

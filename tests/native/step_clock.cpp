@@ -3,7 +3,7 @@
 //     commit:NOW:ENDED:STREAMS    a commit, and what is told of steps before it: a line
 //     cpu:NOW                     an update by the CPU has ended
 //     streamed:NOW:AGO            the last states of the step of so many commits ago have come
-//     held:US:AGO                 the lane stood before them
+//     held:US                     the lane stood before them
 //
 // Compiled and run by tests/cpu/test_balancing.py.
 #include "step_clock.h"
@@ -26,7 +26,7 @@ int main(int count, char** words) {
       }
       case 'p': clock.updated(first); break;
       case 't': clock.streamed(first, static_cast<uint64_t>(second)); break;
-      case 'e': clock.held(first, static_cast<uint64_t>(second)); break;
+      case 'e': clock.held(first); break;
       default: return 1;
     }
   }

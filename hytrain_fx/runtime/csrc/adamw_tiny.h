@@ -22,9 +22,11 @@ constexpr uint32_t kLargeBesideDenormals = bits_of_power(-100);
 // a quarter of the last bit is 2^-75.
 inline Mask is_calm(const UpdateScalars& s) { return mask_of(s.eps >= 0x1p-30f && std::fabs(s.neg_step_size) <= 1.0f); }
 
-// Whether the ways below hold for these scalars.
+// Whether the ways below hold for these scalars: moments are then means of what is less than 2^-125.
 inline bool knows_tiny(const UpdateScalars& s) {
-  return s.one_minus_beta2 >= 0x1p-40f && s.one_minus_beta2 <= 1.0f && s.beta2 >= 0.0f && s.beta2 <= 1.0f && std::fabs(s.lerp) <= 1.0f;
+  const bool from_end = (s.flags & kLerpFromEnd) != 0;
+  const bool first = from_end ? s.lerp >= -0.5f && s.lerp <= 0.0f : s.lerp >= 0.0f && s.lerp <= 0.5f;
+  return first && s.one_minus_beta2 >= 0x1p-40f && s.beta2 >= 0.0f && s.beta2 + s.one_minus_beta2 <= 1.0f + 0x1p-20f;
 }
 
 // Whether a block has such values, by its first kLookedAt elements: they seldom come alone.

@@ -167,7 +167,7 @@ void FlaggedTail::follow(LaneProgress& lane, uint64_t commit, Reached reached, E
     lock.lock();
     if (reached()) return;
     const double now_us = state_.device->now_us();
-    if (following_ && lane.stands()) state_.clock.held(now_us - asked_us, state_.commits - commit);
+    if (following_ && lane.stands() && state_.commits == commit) state_.clock.held(now_us - asked_us);
     asked_us = now_us;
   }
 }

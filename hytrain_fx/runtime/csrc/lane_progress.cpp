@@ -10,8 +10,9 @@ constexpr size_t kLeastRates = 5;
 constexpr double kGuessedBytesPerUs = 25e3;
 // What is too short, or nearly as planned, tells nothing; and no step alone tells much.
 constexpr double kLeastPlannedUs = 5e3, kLeastChange = 0.03, kMostChange = 0.3, kTrust = 0.5;
-// A faster lane is tried after steps that were not behind, more in each further one.
-constexpr double kTriedMore = 0.01, kTriedMost = 0.1;
+// A faster lane is tried after steps that were not behind, more in each further one. Once it is behind,
+// so much is taken back, at most all of the trial: less than kLeastChange behind is not seen.
+constexpr double kTriedMore = 0.01, kTriedMost = 0.1, kTriedBack = 0.15;
 constexpr int kMostApart = 64;
 constexpr double kLeastShare = 1.0 / 16;  // in the backward, of the rate after it
 
@@ -64,16 +65,21 @@ double LaneProgress::bytes_per_us() const {
 double LearntRates::bytes_per_us() const { return after_ > 0 ? after_ : kGuessedBytesPerUs; }
 
 double LearntRates::slower(double rate, double longer) {
-  if (tried_ > 0) apart_ = std::min(2 * apart_, kMostApart);
+  if (tried_ == 0) {
+    until_ = std::max(until_, kLeastApart);
+    return rate / (1 + kTrust * std::min(longer, kMostChange));
+  }
   tried_ = 0;
-  until_ = apart_;
-  return rate / (1 + kTrust * std::min(longer, kMostChange));
+  until_ = apart_ = std::min(2 * apart_, kMostApart);
+  return std::max(before_trial_, (1 - kTriedBack) * rate);
 }
 
 double LearntRates::faster(double rate, double longer) {
-  if (until_ > 0) --until_;
+  if (rate >= bytes_per_us()) tried_ = 0;
+  else if (until_ > 0) --until_;
   else tried_ = std::min(tried_ + kTriedMore, kTriedMost);
-  if (tried_ >= kTriedMost) apart_ = kLeastApart;
+  if (tried_ == kTriedMore) before_trial_ = rate;
+  if (tried_ == kTriedMost) apart_ = kLeastApart;
   const double shorter = -kTrust * std::max(longer, -kMostChange);
   return rate * (1 + std::max(tried_, shorter < kTrust * kLeastChange ? 0 : shorter));
 }
@@ -83,6 +89,7 @@ void LearntRates::saw(const LaneProgress& lane, double late) {
   if (lane.bytes_per_us() > 0) after_ = lane.bytes_per_us();
   if (late > 0 && (lane.planned_us() < kLeastPlannedUs || lane.took_us() <= 0)) {
     rate += kTrust * (bytes_per_us() - rate);
+    tried_ = 0;
   } else if (late > 0) {
     const double took = lane.took_us() / lane.planned_us();
     const double longer = took / std::clamp(took, std::min(late, 1.0), std::max(late, 1.0)) - 1;

@@ -57,7 +57,7 @@ class LaneProgress {
 //
 // How fast copies follow one another in a backward does not tell: most wait there for a gradient. And
 // where the lane has time to spare, it is late or early as gradients are. What these explain teaches
-// nothing. Other causes may stay for many steps, so the rate has limits. It goes back to that after
+// nothing of how slow it is. Other causes may stay for many steps, so the rate has limits. It goes back to that after
 // the backward where little is to come before.
 //
 // What is planned for a slow lane takes as long on a fast one, as its copies wait for gradients. So a
@@ -75,7 +75,7 @@ class LearntRates {
   double faster(double rate, double longer);
 
   double after_ = 0, in_backward_ = 0;  // 0: not known
-  double tried_ = 0;                    // by how much more than planned
+  double tried_ = 0, before_trial_ = 0;  // by how much more than planned; the rate before
   int until_ = 0, apart_ = kLeastApart;  // steps without a trial: until the next, and after one that failed
 };
 

@@ -46,7 +46,8 @@ inline void lion_block(const float* __restrict grad, float* __restrict p, float*
                        const UpdateScalars& scalars) {
   Mask found = 0;
   for (int64_t i = 0; i < std::min(n, kLookedAt); ++i) found |= is_tiny(magnitude_of(m[i]), kHalfNormal);
-  if (found != 0 && std::fabs(scalars.beta1) <= 1.0f && std::fabs(scalars.beta2) <= 1.0f) return lion_values<true>(grad, p, m, n, scalars);
+  const auto is_share = [](float beta) { return !std::signbit(beta) && beta <= 1.0f; };
+  if (found != 0 && is_share(scalars.beta1) && is_share(scalars.beta2)) return lion_values<true>(grad, p, m, n, scalars);
   lion_values<false>(grad, p, m, n, scalars);
 }
 

@@ -62,8 +62,8 @@ struct EarlyCounts {  // updates that began before their commit, since the engin
   int64_t guessed_params;  // and of these, updated by likely ones meanwhile
 };
 
-// Times of the last step whose updates have all ended, from its commit; 0 where there were none of
-// the kind.
+// Times of the step before the last committed one, from its commit; 0 where there were none of the
+// kind, and all 0 where not all its updates had ended.
 struct FinishTimes {
   double cpu_us;         // the last update by the CPU
   double streamed_us;    // the last states to be streamed are on the device, or on their way

@@ -14,10 +14,11 @@ void StepClock::begin_step(double called_us, double now_us, bool has_ended, bool
   if (passed_us_ > commit_us_ && called_us - launched_us_ < launched_us_ - passed_us_) {
     finish_.launching_us = launching_us_ + launched_since(called_us);
   }
-  last_finish_ = !streams && has_ended ? finish_ : streams && !late_streams_ ? late_ : FinishTimes{};
-  late_ = streams ? finish_ : FinishTimes{};
-  late_commit_us_ = commit_us_;
-  late_streams_ = streams;
+  told_ = before_ends_ ? before_ : FinishTimes{};
+  told_.launching_us = finish_.launching_us;  // known now
+  before_ = finish_;
+  before_commit_us_ = commit_us_;
+  before_ends_ = has_ended && !streams;
   finish_ = {};
   if (workers_busy_us_ > 0) params_per_us_ = static_cast<double>(updated_params_) / workers_busy_us_;
   first_update_us_ = workers_busy_us_ = 0;
@@ -28,12 +29,8 @@ void StepClock::begin_step(double called_us, double now_us, bool has_ended, bool
 void StepClock::streamed(double now_us, uint64_t commits_ago) {
   if (commits_ago == 0) finish_.streamed_us = now_us - commit_us_;
   if (commits_ago != 1) return;
-  late_.streamed_us = now_us - late_commit_us_;
-  late_streams_ = false;
-}
-
-void StepClock::held(double us, uint64_t commits_ago) {
-  if (commits_ago <= 1) (commits_ago == 0 ? finish_ : late_).streamed_held_us += us;
+  before_.streamed_us = now_us - before_commit_us_;
+  before_ends_ = true;
 }
 
 double StepClock::launched_since(double now_us) const { return std::min(now_us - launched_us_, kLongestLaunchUs); }

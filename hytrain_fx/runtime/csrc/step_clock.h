@@ -10,8 +10,9 @@ namespace hytrain_fx {
 class StepClock {
  public:
   // A commit: it was called at `called_us` and begins at `now_us`. The times of the step before
-  // count if all its updates have ended. Where its last states are still on the lane, they are told
-  // at the commit after this one, if they have come by then.
+  // count if all its updates have ended, or its last states are still on the lane and will come
+  // before the next commit, which tells them. All steps are told that late: of steps that are now on
+  // time and now late, only those on time would tell.
   void begin_step(double called_us, double now_us, bool has_ended, bool streams);
   // The launching thread: a wait() for an update has returned, a release() was called after it.
   void passed(double now_us);
@@ -19,10 +20,10 @@ class StepClock {
   // Workers: one of `workers` was busy; an update by the CPU has ended.
   void worked(double begin_us, double end_us, int workers, int64_t params);
   void updated(double now_us);
-  // The uploader: the last states are on the device, or on their way; the lane stood still before
-  // them. `commits_ago`: the step's own commit was the last one, or so many before.
+  // The uploader: the last states are on the device, or on their way, of the step whose commit was
+  // the last one or so many before; the lane stood still before them.
   void streamed(double now_us, uint64_t commits_ago = 0);
-  void held(double us, uint64_t commits_ago);
+  void held(double us) { finish_.streamed_held_us += us; }
   void ran_ahead() { ++finish_.ahead; }
   void sent_at_once(int64_t params, bool promised) {
     finish_.at_once += params;
@@ -31,7 +32,7 @@ class StepClock {
 
   // of the CPU in the step before, all workers together; 0: not known
   double params_per_us() const { return params_per_us_; }
-  const FinishTimes& last() const { return last_finish_; }
+  const FinishTimes& last() const { return told_; }
 
  private:
   double launched_since(double now_us) const;
@@ -46,11 +47,10 @@ class StepClock {
   double workers_busy_us_ = 0;               // since then: workers' time over their number
   int64_t updated_params_ = 0;               // by them
   double params_per_us_ = 0;
-  // Of the last commit, as far as it has come; of the newest that is told; and of the one before the
-  // last, where its states came later.
-  FinishTimes finish_{}, last_finish_{}, late_{};
-  double late_commit_us_ = 0;
-  bool late_streams_ = false;
+  // Of the last commit, as far as it has come, and of the one before, which the next tells. Told.
+  FinishTimes finish_{}, before_{}, told_{};
+  double before_commit_us_ = 0;
+  bool before_ends_ = false;
 };
 
 }  // namespace hytrain_fx
