@@ -16,8 +16,8 @@ from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
 
-# Steps after a move: the one that moved, the one with its first updates, and one whose streamed
-# states are told later.
+# Steps after a move: the one that moved, the one with its first updates, and one more, as each is
+# told a step later.
 _SETTLING_STEPS = 3
 _MOST_SEEN_STEPS = 8  # steps under the plan in force: more steps make it more certain
 _NOTE = "the streamed share was balanced"  # begins the note about it

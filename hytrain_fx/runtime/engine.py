@@ -223,15 +223,15 @@ class EarlyCounts:
 class FinishTimes:
     """When the updates of a step ended, in microseconds from its commit.
 
-    Of the step before the last committed one. 0 where there were none of the kind, and all 0 where
-    not all had ended.
+    Of the step before the last committed one, but for `launching_us`, which is of the last. 0 where
+    there were none of the kind, or where not all had ended.
 
     cpu_paused_us     idle time of the workers, over their number, from the first update by the CPU
                       to the last: gradients had not come yet
     cpu_begun_us      when the first update by the CPU began
     streamed_held_us  how long states to be streamed stood on the lane after new weights that the
                       CPU had not updated
-    launching_us      what the launching thread then took from its last wait to the next commit,
+    launching_us      what the launching thread took from its last wait to the last commit,
                       without what held it up (a full queue); 0 where the loop waited for the device
                       before the commit
     ahead             gradients offloaded by then, before their rows' previous updates had ended

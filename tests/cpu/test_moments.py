@@ -126,8 +126,7 @@ def test_a_second_moment_does_not_stand_still() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(1, 400), cut=st.integers(0, 400), seed=st.integers(0, 1 << 30), kind=st.sampled_from(KINDS), dtype=DTYPES,
-       place=PLACES_IN_MODEL,
-       torch_cuda=st.booleans())
+       place=PLACES_IN_MODEL, torch_cuda=st.booleans())
 def test_the_kernel_has_the_bits_of_torch_operations(
     n: int, cut: int, seed: int, kind: str, dtype: torch.dtype, place: RoundingPlace, torch_cuda: bool
 ) -> None:

@@ -75,9 +75,13 @@ double LearntRates::slower(double rate, double longer) {
 }
 
 double LearntRates::faster(double rate, double longer) {
-  if (rate >= bytes_per_us()) tried_ = 0;
-  else if (until_ > 0) --until_;
-  else tried_ = std::min(tried_ + kTriedMore, kTriedMost);
+  if (rate >= bytes_per_us()) {
+    tried_ = 0;
+  } else if (until_ > 0) {
+    --until_;
+  } else {
+    tried_ = std::min(tried_ + kTriedMore, kTriedMost);
+  }
   if (tried_ == kTriedMore) before_trial_ = rate;
   if (tried_ == kTriedMost) apart_ = kLeastApart;
   const double shorter = -kTrust * std::max(longer, -kMostChange);

@@ -6,6 +6,8 @@
 //     p = p * decay + (-lr, 0 or lr by the sign of c)      decay = 1 - lr * weight_decay;
 //                                                          torch.sign: 0 for 0 and NaN
 //     m = m * beta2 + g * (1 - beta2)
+//
+// A lane whose m and g are denormals is computed in units (denormals.h).
 #pragma once
 
 #include "denormals.h"
@@ -25,19 +27,20 @@ inline float lion_sum(float x, float a, float y, float b, Mask in_units) {
   return choose(in_units, in_whole, where(~in_units, x) * a + where(~in_units, y) * b);
 }
 
+// Without `tiny` no lane is in units, and the compiler leaves out all that is for those.
 template <bool tiny>
 inline void lion_values(const float* __restrict grad, float* __restrict p, float* __restrict m, int64_t n, const UpdateScalars& scalars) {
   const UpdateScalars s = scalars;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t g_size = magnitude_of(grad[i]), m_size = magnitude_of(m[i]);
     const Mask in_units = tiny ? mask_of(g_size < kHalfNormal) & is_tiny(m_size, kHalfNormal) : 0u;
-    const float g = tiny ? choose(in_units, signed_units_of(g_size & in_units, grad[i]), grad[i]) : grad[i];
-    const float before = tiny ? choose(in_units, signed_units_of(m_size & in_units, m[i]), m[i]) : m[i];
-    const float direction = tiny ? lion_sum(before, s.beta1, g, s.lerp, in_units) : before * s.beta1 + g * s.lerp;
+    const float g = choose(in_units, signed_units_of(g_size & in_units, grad[i]), grad[i]);
+    const float before = choose(in_units, signed_units_of(m_size & in_units, m[i]), m[i]);
+    const float direction = lion_sum(before, s.beta1, g, s.lerp, in_units);
     // -0: nothing is added, not even to -0
     const float step = direction > 0.0f ? s.neg_step_size : direction < 0.0f ? -s.neg_step_size : -0.0f;
-    const float average = tiny ? lion_sum(before, s.beta2, g, s.one_minus_beta2, in_units) : before * s.beta2 + g * s.one_minus_beta2;
-    m[i] = tiny ? choose(in_units, with_sign(of_units(std::fabs(where(in_units, average))), average), average) : average;
+    const float average = lion_sum(before, s.beta2, g, s.one_minus_beta2, in_units);
+    m[i] = choose(in_units, with_sign(of_units(std::fabs(where(in_units, average))), average), average);
     p[i] = p[i] * s.decay + step;
   }
 }

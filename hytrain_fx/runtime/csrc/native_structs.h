@@ -63,7 +63,7 @@ struct EarlyCounts {  // updates that began before their commit, since the engin
 };
 
 // Times of the step before the last committed one, from its commit; 0 where there were none of the
-// kind, and all 0 where not all its updates had ended.
+// kind, or where not all its updates had ended. launching_us is of the last step.
 struct FinishTimes {
   double cpu_us;         // the last update by the CPU
   double streamed_us;    // the last states to be streamed are on the device, or on their way
@@ -71,7 +71,7 @@ struct FinishTimes {
   double cpu_paused_us;
   double cpu_begun_us;   // the first update by the CPU
   double streamed_held_us;  // before the last states: the lane waited for updates by the CPU
-  // launching from the last wait() to the next commit(), without what held it up; 0 where the loop
+  // launching from the last wait() to the last commit(), without what held it up; 0 where the loop
   // waited before commit()
   double launching_us;
   int64_t ahead;         // gradients offloaded by then, before their rows' previous updates ended

@@ -9,10 +9,10 @@ namespace hytrain_fx {
 
 class StepClock {
  public:
-  // A commit: it was called at `called_us` and begins at `now_us`. The times of the step before
-  // count if all its updates have ended, or its last states are still on the lane and will come
-  // before the next commit, which tells them. All steps are told that late: of steps that are now on
-  // time and now late, only those on time would tell.
+  // A commit: it was called at `called_us` and begins at `now_us`. Of the step before, `has_ended`:
+  // every update is on its way; `streams`: its last states are still on the lane. Its times are told
+  // at the next commit, when these have come too. They are told then in any case: of steps that are
+  // now on time and now late only those on time would tell.
   void begin_step(double called_us, double now_us, bool has_ended, bool streams);
   // The launching thread: a wait() for an update has returned, a release() was called after it.
   void passed(double now_us);
