@@ -113,7 +113,7 @@ LaneProgress looked_at(const Loop& loop, const std::vector<LaneItem>& items, con
   LaneProgress lane(order, 0, loop.foreseen * loop.ends_us());
   for (size_t place = 0; place < order.items.size(); ++place) {
     const LaneItem& item = items[order.items[place]];
-    lane.add({std::make_shared<Comes>(played.came_us[place], now_us), static_cast<int64_t>(item.bytes), item.is_states, true, nullptr});
+    lane.add({std::make_shared<Comes>(played.came_us[place], now_us), static_cast<int64_t>(item.bytes), 1, item.is_states, true, nullptr});
   }
   for (now_us = loop.late_us + kLookedApartUs; lane.places() > 0; now_us += kLookedApartUs) lane.look(now_us);
   return lane;

@@ -8,8 +8,9 @@ namespace {
 
 constexpr auto kFollowing = std::chrono::microseconds(100);
 // Of the lane's queue, for the rest of a step. A thread that is blocked before a full one holds up the
-// launching thread, too. But that passes a gate only when its weights are on the lane.
-constexpr double kPlacesShare = 0.75;
+// launching thread, too. But that passes a gate only when its weights are on the lane. What is left
+// is for what the lane had before.
+constexpr double kPlacesShare = 0.9;
 // Each of these is seen to come: what is smaller takes no time on the lane, but a place in its queue,
 // and so would a word behind it.
 constexpr double kShownBytes = 256 << 10;

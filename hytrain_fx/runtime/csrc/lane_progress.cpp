@@ -16,15 +16,11 @@ constexpr double kTriedMore = 0.01, kTriedMost = 0.1, kTriedBack = 0.15;
 constexpr int kMostApart = 64;
 constexpr double kLeastShare = 1.0 / 16;  // in the backward, of the rate after it
 
-// Of a weight: waits for its flag and for its last reader, the copy, an event, and a word behind it. Of
-// states: two waits, a copy for a master and for each of them, an event and a word.
-int places_of(const OnLane& copy) { return copy.is_states ? 5 + kMaxStates : 3 + copy.is_shown + (copy.awaited != nullptr); }
-
 }  // namespace
 
 void LaneProgress::add(const OnLane& copy) {
   rest_.push_back(copy);
-  places_ += places_of(copy);
+  places_ += copy.places;
   visits_ += copy.is_states;
   has_weights_ = has_weights_ || !copy.is_states;
 }
@@ -38,7 +34,7 @@ void LaneProgress::look(double now_us) {
     ++came_;
     bytes += static_cast<double>(came.bytes);
     has_states = has_states || came.is_states;
-    places_ -= places_of(came);
+    places_ -= came.places;
     visits_ -= came.is_states;
   }
   if (!any) return;

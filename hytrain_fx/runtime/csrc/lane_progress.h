@@ -15,6 +15,7 @@ namespace hytrain_fx {
 struct OnLane {  // one weight, or states of one visit
   EventPtr end;
   int64_t bytes;
+  int places;
   bool is_states, is_shown;
   const Chunk* awaited;  // whose flag the copy waits for; null: none
 };

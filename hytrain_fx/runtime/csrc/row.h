@@ -66,6 +66,7 @@ struct StreamedRow {  // what a row has that is streamed
   const void* grad = nullptr;   // what the kernels read
   const float* skip = nullptr;  // like in DeviceUpdate
   EventPtr stored;              // the last copy of its states back to the host
+  uint64_t visit = 0;           // the number of the visit that it ended
   int chunks = 0;               // sent on their way
   bool sends_weight = false;    // with masters in halves: the half that is the weight goes home too
 };

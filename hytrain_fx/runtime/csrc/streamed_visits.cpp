@@ -39,13 +39,14 @@ InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
   Row& row = state_.rows[upload.row];
   const Chunk& chunk = row.chunks[upload.chunk];
   if (++row.streamed.chunks == row.size()) state_.streaming.erase(row.key(0));
+  const uint64_t before = upload.slot->visit;
   staging_.begin_visit(*upload.slot);
   const bool recording = state_.records.on();
   int64_t bytes = 0;
   for (const auto& [home, width] : arrays_of(row.host)) bytes += home ? chunk.params() * width : 0;
   const bool sends_weight = row.host.low && row.streamed.sends_weight;
   lock.unlock();
-  const Lanes lanes = visit(row, upload, sends_weight, recording);
+  const Lanes lanes = visit(row, upload, before, sends_weight, recording);
   lock.lock();
   upload.slot->stored = lanes.out;
   if (recording) {
@@ -58,13 +59,23 @@ InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
   ++row.issued;
   if (row.is_issued()) {
     row.streamed.stored = lanes.out;
+    row.streamed.visit = upload.slot->visit;
     state_.issued_cv.notify_all();
   }
-  return {lanes.in, bytes, nullptr};
+  return {lanes.in, bytes, lanes.places, nullptr};
 }
 
-// Without the lock.
-StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload, bool sends_weight, bool recording) {
+// Visits come home in the order in which they are sent: a wait for one is a wait for all before it.
+// Returns the places that it took.
+int StreamedVisits::await_home(const EventPtr& stored, uint64_t visit) {
+  if (visit <= home_) return 0;
+  state_.device->wait(Lane::H2D, stored);
+  home_ = visit;
+  return 1;
+}
+
+// Without the lock. `before`: the slot's last visit.
+StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload, uint64_t before, bool sends_weight, bool recording) {
   Device& device = *state_.device;
   const Chunk& chunk = row.chunks[upload.chunk];
   const HostStates& host = row.host;
@@ -77,14 +88,16 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
   auto record = [&](Lane lane) { return recording ? device.record(lane) : nullptr; };
   Lanes lanes;
 
-  if (upload.slot->stored) device.wait(Lane::H2D, upload.slot->stored);
-  if (row.streamed.stored) device.wait(Lane::H2D, row.streamed.stored);  // the last step's way home
+  lanes.places = await_home(upload.slot->stored, before);
+  lanes.places += await_home(row.streamed.stored, row.streamed.visit);  // the last step's
   lanes.in_begin = record(Lane::H2D);
   for (size_t a = 0; a < arrays.size(); ++a) {
     const auto& [home, width] = arrays[a];
     if (home) device.copy(Lane::H2D, at[a], offset(home, chunk.begin * width), n * width);
+    lanes.places += home != nullptr;
   }
   lanes.in = device.record_shown(Lane::H2D);
+  lanes.places += 2 + recording;
 
   for (const EventPtr& event : {lanes.in, row.ready, row.released}) device.wait(Lane::STREAM_UPDATE, event);
   lanes.update_begin = record(Lane::STREAM_UPDATE);

@@ -22,6 +22,7 @@ struct Upload {
 struct InFlight {  // on the lane, in its order
   EventPtr end;
   int64_t bytes;
+  int places;      // that it takes in the lane's queue: copies, waits, events and words, one each
   EventPtr begin;  // while recording
 };
 

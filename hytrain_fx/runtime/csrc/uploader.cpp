@@ -117,10 +117,13 @@ InFlight Uploader::send_weight(const Upload& upload, EngineLock& lock) {
   lock.unlock();
   sleep_us(state_.provoked.uploader_delay_us);
   if (state_.provoked.copy_fails_in == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
-  if (upload.load == Load::FLAGGED) state_.device->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
+  const bool is_flagged = upload.load == Load::FLAGGED;
+  if (is_flagged) state_.device->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
   // Read until then. Rows that come one after the other often share an event.
-  if (!released->known_done() && released != awaited_) state_.device->wait(Lane::H2D, awaited_ = released);
-  const InFlight sent = copy_weight(row, upload, recording);
+  const bool is_read = !released->known_done() && released != awaited_;
+  if (is_read) state_.device->wait(Lane::H2D, awaited_ = released);
+  InFlight sent = copy_weight(row, upload, recording);
+  sent.places += is_flagged + is_read;
   lock.lock();
   note_copy(upload, sent);
   if (upload.load == Load::WEIGHT) chunk.set_state(ChunkState::SENT);
@@ -152,7 +155,8 @@ InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool record
   const int64_t at = chunk.begin * row.weight_bytes(), bytes = chunk.params() * row.copied_bytes();
   EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
   if (bytes > 0) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
-  return {upload.is_shown ? state_.device->record_shown(Lane::H2D) : state_.device->record(Lane::H2D), bytes, before};
+  EventPtr end = upload.is_shown ? state_.device->record_shown(Lane::H2D) : state_.device->record(Lane::H2D);
+  return {end, bytes, (bytes > 0) + 1 + upload.is_shown + recording, before};
 }
 
 void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
@@ -172,7 +176,7 @@ void Uploader::send_rest(EngineLock& lock) {
     state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
     if (is_states) upload.slot = staging_.next_slot();
     const InFlight sent = send(upload, lock);
-    lane.add({sent.end, sent.bytes, is_states, upload.is_shown, is_flagged ? &chunk : nullptr});
+    lane.add({sent.end, sent.bytes, sent.places, is_states, upload.is_shown, is_flagged ? &chunk : nullptr});
     tail_.await_room(lane, commit, lock);
     if (state_.stop || state_.has_failed()) return;
   }
