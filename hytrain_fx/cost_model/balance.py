@@ -92,6 +92,11 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
     return min(max(share + _DAMPING * change, 0.0), 1.0)
 
 
+def late_share(ends: Sequence[Ends], step_us: float) -> float:
+    """By how much the CPU ends after streamed updates that nothing holds up; of a step."""
+    return _median(ends).late_us / step_us
+
+
 def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
     """The plan with few pieces moved between CPU and STREAM.
 

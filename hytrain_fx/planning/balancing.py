@@ -11,7 +11,16 @@ import statistics
 from collections import deque
 from dataclasses import replace
 
-from hytrain_fx.cost_model.balance import TOLERANCE, Ends, balanced_share, ends_reason, streamed_share, weights_ratio, with_share
+from hytrain_fx.cost_model.balance import (
+    TOLERANCE,
+    Ends,
+    balanced_share,
+    ends_reason,
+    late_share,
+    streamed_share,
+    weights_ratio,
+    with_share,
+)
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
@@ -28,6 +37,8 @@ _LEAST_MOVED = 0.5
 # Share of the time to the last update. With longer pauses the backward, and not the CPU's rate,
 # decides when its updates end.
 _PAUSES = 0.1
+# Of how late the lane was before a move: if it still is, less on it has not made it end earlier.
+_STILL_LATE = 0.7
 
 
 class Balancing:
@@ -38,6 +49,10 @@ class Balancing:
     has paused for gradients gains nothing: less work would not end sooner.
 
         fresh        steps that have reported since a share was last looked for
+        lane_is_late whether the lane to the device ends last by its rate, in the steps of the last
+                     share found. Then less on it pays, whatever is predicted: a profile of single
+                     copies may promise more of the lane than it gives beside updates by the CPU.
+                     Not where less on it has not helped: then streamed states wait for gradients
         runs_ahead   whether the launching thread does, as far as was seen; it does not where the
                      loop waits for the device between forward and backward
     """
@@ -45,6 +60,9 @@ class Balancing:
     def __init__(self) -> None:
         self._ends: deque[FinishTimes] = deque(maxlen=_MOST_SEEN_STEPS)
         self.fresh = 0
+        self.lane_is_late = False
+        self._late_before: float | None = None  # of a step, before such a move
+        self._waits = False  # the lane, for gradients
         self._settling = _SETTLING_STEPS
         self._k: int | None = None
         self._tolerance = TOLERANCE
@@ -58,6 +76,7 @@ class Balancing:
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
             self._k, self._tolerance, self._last_change, self.runs_ahead = plan.k, TOLERANCE, 0.0, True
+            self._late_before, self._waits = None, False
 
     def saw(self, ends: FinishTimes) -> None:
         """A step has ended. Steps without both kinds of update tell nothing."""
@@ -88,5 +107,12 @@ class Balancing:
         if (streamed_share(new) - share) / (wanted - share) < _LEAST_MOVED:
             return None
         self._last_change = wanted - share
+        self._look_at_lane(late_share(seen, step_us))
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]
         return replace(new, notes=(*notes, f"{_NOTE} from {share:.0%} to {streamed_share(new):.0%}: {why}"))
+
+    def _look_at_lane(self, late: float) -> None:
+        """Before a move. `late`: of `late_share`, negative where the lane ends last."""
+        self._waits = self._waits or (self._late_before is not None and late < _STILL_LATE * self._late_before)
+        self.lane_is_late = late < 0 and not self._waits
+        self._late_before = late if self.lane_is_late else None

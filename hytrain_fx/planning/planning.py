@@ -248,7 +248,7 @@ class Planning:
             return
         if self.profile is not None:
             better = self.solver.predicted(self.profile, better, self.discipline)
-            if self._saw_streaming:
+            if self._saw_streaming and not self._balancing.lane_is_late:
                 present_us, better_us = self._predict(self.profile, self.plan)["step_us"], better.predicted["step_us"]
                 if not repays(present_us, better_us, self._moves.switch_us):
                     why = f"{better.notes[-1]}: predicted {time_text(better_us)} a step instead of {time_text(present_us)}"

@@ -20,8 +20,8 @@ BITS_SHOW = 2.0**20
 """A learning rate with which a weight shows the bits of its gradient."""
 
 
-def first_step(name: str, device: str, ours: bool = True) -> tuple[list[torch.Tensor], list[int]]:
-    """Weights after a bf16 step, and lines of code from each offload to the next."""
+def first_step(name: str, device: str, ours: bool = True) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Weights after a bf16 step by name, and lines of code from each offload to the next."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     family, size = family_of(f"{name}.small")
@@ -39,7 +39,14 @@ def first_step(name: str, device: str, ours: bool = True) -> tuple[list[torch.Te
     _, codes = run_and_get_code(loss.backward)
     optimizer.step()
     lines = [call.line for code in codes for call in call_distances(code) if call.op == "offload_and_step"]
-    weights = [p.detach().clone() for p in model.parameters()]
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     if ours:
         hytrain_fx.close(model)
     return weights, [late - early for early, late in pairwise(lines)]
+
+
+def differing(weights: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """By name of each weight whose bits differ: in how many elements."""
+    assert weights.keys() == others.keys()
+    counts = {name: int((weight != others[name]).sum()) for name, weight in weights.items() if not torch.equal(weight, others[name])}
+    return {name: f"{count} of {weights[name].numel()}" for name, count in counts.items()}

@@ -207,6 +207,40 @@ def test_a_share_that_noise_moves_back_stays() -> None:
     assert after(made(1), 1e6, 0.95e6) is not None
 
 
+def test_a_lane_that_ends_last_is_believed_unless_it_waits_for_gradients() -> None:
+    """A lane that ends last is believed to be too slow, until less on it makes it end no earlier.
+
+    Then gradients decide when it ends, as far as is known, until another k comes.
+    """
+    units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
+    why: dict[str, Any] = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
+    balancing = Balancing()
+
+    def after(plan: Plan, cpu_us: float, streamed_us: float) -> tuple[Plan, bool]:
+        for _ in range(7):
+            balancing.saw(FinishTimes(cpu_us, streamed_us))
+        better = balancing.better(plan, units, 1e6, 10)
+        assert better is not None
+        balancing.restart(better)
+        return better, balancing.lane_is_late
+
+    plan = prefix_plan(units, 0, source="windowed", share=0.5, **why)
+    balancing.restart(plan)
+    plan, late = after(plan, 0.7e6, 0.9e6)
+    assert late
+    assert streamed_share(plan) < 0.5
+    plan, late = after(plan, 0.75e6, 0.85e6)
+    assert late, "half as late as before: less on the lane has helped"
+    plan, late = after(plan, 0.75e6, 0.84e6)
+    assert not late, "nearly as late as before"
+    assert not after(plan, 0.6e6, 0.9e6)[1]
+    other = prefix_plan(units, 1, source="windowed", share=0.5, **why)
+    for cpu_us, streamed_us, is_late in ((0.9e6, 0.6e6, False), (0.6e6, 0.9e6, True)):
+        balancing = Balancing()
+        balancing.restart(other)
+        assert after(other, cpu_us, streamed_us)[1] == is_late
+
+
 def test_another_choice_of_parameters_with_the_same_sum_is_no_move() -> None:
     """Where whole parameters cannot give the wanted share, the plan stays.
 
@@ -335,6 +369,20 @@ def test_a_share_moves_where_the_profile_of_such_steps_says_that_it_pays(
     if gain_us == 1e9:
         plain_loop(1)(twins.ours, twins.optimizer, twins.batches)
     assert (streamed_share(planning.plan) > 0.55) == (gain_us == 1e9)
+
+
+def test_a_share_moves_where_the_lane_ends_last_whatever_the_profile_says(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is streamed then, though the profile sees no gain in it."""
+    planning = twins.session.planning
+    monkeypatch.setattr(twins.session.engine, "finish_times", lambda: FinishTimes(3e6, 9e6))
+    monkeypatch.setattr(planning.solver, "predict", lambda profile, plan, discipline: {"step_us": 2e9})
+    twins.restart()
+    put_in_force(twins, half_streamed(twins))
+    for name, value in {"profile": object(), "_saw_streaming": True}.items():
+        monkeypatch.setattr(planning, name, value)
+    plain_loop(8)(twins.ours, twins.optimizer, twins.batches)
+    assert planning.controller.state is State.BALANCING
+    assert streamed_share(planning.plan) < 0.45
 
 
 def measuring(twins: Twins, profile: object, measured: Callable[[], None]) -> Callable[[object], object]:

@@ -65,6 +65,23 @@ def test_streaming_all_is_tried_where_undisturbed_copies_promise_a_shorter_step(
     assert tried(trial, level(k=1), 1.3 * alone_us) is not None
 
 
+def test_many_looks_predict_once() -> None:
+    """A look is taken every few steps, and a prediction takes much longer than the rest of it."""
+    predicted: list[int] = []
+
+    def count(profile: Profile, plan: Plan) -> Plan:
+        predicted.append(plan.k)
+        return with_prediction(profile, plan)
+
+    trial = trial_of(FAST)
+    short_us = predict(FAST, level(1.0))["step_us"]
+    for k in (0, 0, 0, 1, 1):
+        trial.look(level(k=k), TASKS, [short_us] * 8, count)
+    trial.measured(FAST, streaming=False)
+    trial.look(level(k=1), TASKS, [short_us] * 8, count)
+    assert predicted == [0, 1, 1]
+
+
 def test_slow_links_are_not_tried() -> None:
     """Nor is anything before steps without streaming were measured, or where nothing is left."""
     step_us = 1.3 * predict(FAST, level(1.0))["step_us"]

@@ -31,6 +31,8 @@ def about(model: nn.Module) -> dict[str, Any]:
             "plans_made": len(explanation.history),
             "shares_by_plan": [round(streamed_share(plan), 3) for plan in explanation.history],
             "binds": explanation.binds,
+            "notes": list(plan.notes),
+            "planning": str(session.planning.controller.standing),
             "read_s": round(session.planning.read_us / 1e6, 3),
             "solve_s": round(session.planning.solve_us / 1e6, 3),
         },
