@@ -56,6 +56,23 @@ class Ends:
         """By how much the CPU ends after streamed updates that nothing holds up."""
         return self.cpu_us - self.streamed_us + self.held_us
 
+    @property
+    def cpu_worked_us(self) -> float:
+        """For how long the CPU had updates."""
+        return self._worked_us(self.cpu_us)
+
+    @property
+    def lane_worked_us(self) -> float:
+        """For how long the lane to the device had streamed states, without what held it up."""
+        return self._worked_us(self.streamed_us - self.held_us)
+
+    def _worked_us(self, end_us: float) -> float:
+        """The time from the first update on, at least a quarter of all.
+
+        Which kind begins first is not known, and a move too far costs two.
+        """
+        return max(end_us - self.begun_us, end_us / 4)
+
 
 def streamed_share(plan: Plan) -> float:
     """The streamed share of the parameters whose states rest on the host; 0 without any."""
@@ -82,19 +99,18 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
         tolerance  share of a step by which the ends may differ; they may also differ by what the
                    scatter of the steps explains
     """
-    seen = _median(ends)
+    seen = median_of(ends)
     noise_us = standard_error([step.late_us for step in ends], len(ends))
     if abs(seen.late_us) <= max(tolerance * step_us, _SURE * noise_us):
         return None
-    cpu_us, streamed_us = _worked_us(seen.cpu_us, seen.begun_us), _worked_us(seen.streamed_us - seen.held_us, seen.begun_us)
-    lane = share + (1 - share) * ratio  # what it carries, in states of all that rests on the host
-    change = seen.late_us / (cpu_us / (1 - share) + (1 - ratio) * streamed_us / lane)
+    by_cpu, by_lane = seen.cpu_worked_us / (1 - share), (1 - ratio) * seen.lane_worked_us / lane_load(share, ratio)
+    change = seen.late_us / (by_cpu + by_lane)
     return min(max(share + _DAMPING * change, 0.0), 1.0)
 
 
-def late_share(ends: Sequence[Ends], step_us: float) -> float:
-    """By how much the CPU ends after streamed updates that nothing holds up; of a step."""
-    return _median(ends).late_us / step_us
+def lane_load(share: float, ratio: float) -> float:
+    """What the lane to the device carries, in states of all that rests on the host."""
+    return share + (1 - share) * ratio
 
 
 def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Plan:
@@ -126,22 +142,15 @@ def with_share(plan: Plan, units: Sequence[Unit], share: float, why: str) -> Pla
 
 def ends_reason(ends: Sequence[Ends], steps_done: int) -> str:
     """What was seen, for rows that move."""
-    seen = _median(ends)
+    seen = median_of(ends)
     held = f", {time_text(seen.held_us)} of them after the CPU's" if seen.held_us else ""
     streamed = time_text(seen.streamed_us) + held
     return f"after {steps_done} steps CPU updates ended {time_text(seen.cpu_us)} after the commit, streamed ones {streamed}"
 
 
-def _median(ends: Sequence[Ends]) -> Ends:
+def median_of(ends: Sequence[Ends]) -> Ends:
+    """Of each figure alone."""
     return Ends(*(statistics.median(getattr(step, field.name) for step in ends) for field in fields(Ends)))
-
-
-def _worked_us(end_us: float, begun_us: float) -> float:
-    """The time from the first update on, at least a quarter of all.
-
-    Which kind begins first is not known, and a move too far costs two.
-    """
-    return max(end_us - begun_us, end_us / 4)
 
 
 def _cut_in_two(pieces: Sequence[PlanRow], unit: Unit) -> frozenset[int]:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hytrain_fx.cost_model.balance import (
     TOLERANCE,
     Ends,
     balanced_share,
     ends_reason,
-    late_share,
+    lane_load,
+    median_of,
     streamed_share,
     weights_ratio,
     with_share,
 )
-from hytrain_fx.ir.plan import Plan
+from hytrain_fx.ir.plan import Plan, PlanRow
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.runtime.engine import FinishTimes
 
@@ -37,8 +38,19 @@ _LEAST_MOVED = 0.5
 # Share of the time to the last update. With longer pauses the backward, and not the CPU's rate,
 # decides when its updates end.
 _PAUSES = 0.1
-# Of how late the lane was before a move: if it still is, less on it has not made it end earlier.
-_STILL_LATE = 0.7
+# Share of what less on the lane should bring. With less than that gradients decide when it ends.
+_LEAST_BROUGHT = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Less:
+    """A plan that puts less on a lane that ended last.
+
+    `most_us`: for how long the lane may have states under it, if that is to have helped.
+    """
+
+    rows: tuple[PlanRow, ...]
+    most_us: float
 
 
 class Balancing:
@@ -61,7 +73,7 @@ class Balancing:
         self._ends: deque[FinishTimes] = deque(maxlen=_MOST_SEEN_STEPS)
         self.fresh = 0
         self.lane_is_late = False
-        self._late_before: float | None = None  # of a step, before such a move
+        self._less: _Less | None = None  # whose steps have not been looked at
         self._waits = False  # the lane, for gradients
         self._settling = _SETTLING_STEPS
         self._k: int | None = None
@@ -76,7 +88,7 @@ class Balancing:
         self._settling = _SETTLING_STEPS
         if plan.k != self._k:
             self._k, self._tolerance, self._last_change, self.runs_ahead = plan.k, TOLERANCE, 0.0, True
-            self._late_before, self._waits = None, False
+            self._waits = False
 
     def saw(self, ends: FinishTimes) -> None:
         """A step has ended. Steps without both kinds of update tell nothing."""
@@ -95,6 +107,8 @@ class Balancing:
         seen = [Ends(ends.cpu_us, ends.streamed_us, ends.streamed_held_us, ends.cpu_begun_us) for ends in self._ends]
         pauses = statistics.median(ends.cpu_paused_us / ends.cpu_us for ends in self._ends)
         self.runs_ahead = any(ends.ahead > 0 for ends in self._ends)
+        middle = median_of(seen)
+        self._look_at_lane(plan, middle.lane_worked_us)
         share, ratio = streamed_share(plan), weights_ratio(units)
         wanted = balanced_share(share, seen, step_us, ratio, self._tolerance)
         if wanted is not None and (wanted - share) * self._last_change < 0:
@@ -107,12 +121,15 @@ class Balancing:
         if (streamed_share(new) - share) / (wanted - share) < _LEAST_MOVED:
             return None
         self._last_change = wanted - share
-        self._look_at_lane(late_share(seen, step_us))
+        self.lane_is_late = middle.late_us < 0 and not self._waits
+        if self.lane_is_late:
+            left = lane_load(streamed_share(new), ratio) / lane_load(share, ratio)
+            self._less = _Less(new.rows, middle.lane_worked_us * (1 - _LEAST_BROUGHT * (1 - left)))
         notes = [note for note in plan.notes if not note.startswith(_NOTE)]
         return replace(new, notes=(*notes, f"{_NOTE} from {share:.0%} to {streamed_share(new):.0%}: {why}"))
 
-    def _look_at_lane(self, late: float) -> None:
-        """Before a move. `late`: of `late_share`, negative where the lane ends last."""
-        self._waits = self._waits or (self._late_before is not None and late < _STILL_LATE * self._late_before)
-        self.lane_is_late = late < 0 and not self._waits
-        self._late_before = late if self.lane_is_late else None
+    def _look_at_lane(self, plan: Plan, worked_us: float) -> None:
+        """The first look after a move to less: has the lane ended earlier for it?"""
+        less, self._less = self._less, None
+        if less is not None and less.rows == plan.rows and worked_us > less.most_us:
+            self._waits = True

@@ -260,8 +260,7 @@ class Planning:
     def _try_streaming(self) -> None:
         if self._table.device.type != "cuda" or self.last.tries:  # a CPU's steps are too uneven
             return
-        predict = partial(self.solver.predicted, discipline=self.discipline)
-        self._stream_trial.look(self.plan, self.units(), self.last.steps_us, predict)
+        self._stream_trial.look(self.plan, self.units(), self.last.steps_us, self.discipline, self.solver.predict)
         if not self._agreed_trials:
             self._begin_streaming()
 

@@ -11,18 +11,32 @@ steps, in which nothing was streamed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
 from hytrain_fx.cost_model.balance import streamed_share, with_share
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import Plan
+from hytrain_fx.ir.plan import Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import Unit
 
 _SEEN: Final = 8  # steps whose median is compared
 _GAIN: Final = 0.05  # share of a step that it must be predicted to bring
+
+
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """Figures of all states on the host streamed: a look is taken every few steps.
+
+    on_device    what rests on the device beside them
+    discipline   for which it was predicted
+    """
+
+    on_device: tuple[PlanRow, ...]
+    discipline: Discipline
+    figures: dict[str, float]
 
 
 class StreamTrial:
@@ -37,35 +51,39 @@ class StreamTrial:
         self.kept = False
         self._runs = False
         self._undisturbed: Profile | None = None
-        self._found: Plan | None = None  # by it, for the k that the plan has
+        self._predicted: _Predicted | None = None  # by it
         self._k: int | None = None  # for which it was tried
 
     def measured(self, profile: Profile, *, streaming: bool) -> None:
         """A profile was made, of steps with streamed updates or without."""
         if not streaming:
-            self._undisturbed, self._found = profile, None
+            self._undisturbed, self._predicted = profile, None
 
     def look(
-        self, present: Plan, units: Sequence[Unit], steps_us: Sequence[float], predict: Callable[[Profile, Plan], Plan]
+        self, present: Plan, units: Sequence[Unit], steps_us: Sequence[float], discipline: Discipline,
+        predict: Callable[[Profile, Plan, Discipline], dict[str, float]],
     ) -> None:
         """Find the plan to try.
 
-        steps_us   lengths of the last steps, newest last
-        predict    gives a plan with its prediction by a profile
+        steps_us     lengths of the last steps, newest last
+        discipline   how the runtime works now
+        predict      a plan's prediction by a profile
         """
         known = self.untried or self._undisturbed is None or self._k == present.k
         if known or len(steps_us) < _SEEN or not 0 < streamed_share(present) < 1:
             return
         assert self._undisturbed is not None
         now_us, why = median(steps_us[-_SEEN:]), "all states on the host are streamed"
-        if self._found is None or self._found.k != present.k:  # a look is taken every few steps
-            self._found = predict(self._undisturbed, with_share(present, units, 1.0, why))
-        found = self._found
-        predicted_us = found.predicted["step_us"]
+        on_device = tuple(row for row in present.rows if row.placement.rests_on_device)
+        if self._predicted is None or (self._predicted.on_device, self._predicted.discipline) != (on_device, discipline):
+            figures = predict(self._undisturbed, with_share(present, units, 1.0, why), discipline)
+            self._predicted = _Predicted(on_device, discipline, figures)
+        predicted_us = self._predicted.figures["step_us"]
         if predicted_us > (1 - _GAIN) * now_us:
             return
         told = f"steps take {time_text(now_us)}; with {why} they were predicted at {time_text(predicted_us)}, so that is tried"
-        self.untried = replace(found, notes=(*found.notes, told))
+        found = with_share(present, units, 1.0, why)
+        self.untried = replace(found, predicted=self._predicted.figures, notes=(*found.notes, told))
 
     def begun(self) -> None:
         """It is put in force."""

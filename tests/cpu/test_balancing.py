@@ -207,38 +207,51 @@ def test_a_share_that_noise_moves_back_stays() -> None:
     assert after(made(1), 1e6, 0.95e6) is not None
 
 
-def test_a_lane_that_ends_last_is_believed_unless_it_waits_for_gradients() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_lane_that_ends_last_is_believed_unless_it_waits_for_gradients(waits: bool) -> None:
     """A lane that ends last is believed to be too slow, until less on it makes it end no earlier.
 
-    Then gradients decide when it ends, as far as is known, until another k comes.
+    Then gradients decide when it ends, as far as is known, until another k comes. What comes later,
+    as from a busier machine, or under another plan, says nothing about that move.
     """
     units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
-    why: dict[str, Any] = dict.fromkeys(("reason", "streamed_reason"), lambda unit: "test")
     balancing = Balancing()
 
-    def after(plan: Plan, cpu_us: float, streamed_us: float) -> tuple[Plan, bool]:
+    def made(k: int, share: float = 0.5) -> Plan:
+        return prefix_plan(units, k, source="windowed", reason=lambda unit: "test", share=share, streamed_reason=lambda unit: "test")
+
+    def look(plan: Plan, cpu_us: float, streamed_us: float) -> Plan | None:
+        balancing.restart(plan)
         for _ in range(7):
             balancing.saw(FinishTimes(cpu_us, streamed_us))
-        better = balancing.better(plan, units, 1e6, 10)
-        assert better is not None
-        balancing.restart(better)
-        return better, balancing.lane_is_late
+        return balancing.better(plan, units, 1e6, 10)
 
-    plan = prefix_plan(units, 0, source="windowed", share=0.5, **why)
+    less = look(made(0), 0.7e6, 0.9e6)
+    assert less is not None
+    assert balancing.lane_is_late
+    assert streamed_share(less) < 0.5
+    for again in range(3):  # the CPU ends later for what it has got
+        look(less, 0.78e6, 0.9e6 if waits and not again else 0.84e6)
+        assert balancing.lane_is_late != waits
+    look(made(0, 0.6), 0.7e6, 0.95e6)
+    assert balancing.lane_is_late != waits
+    look(made(1), 0.7e6, 0.9e6)
+    assert balancing.lane_is_late
+    look(made(1), 0.9e6, 0.7e6)
+    assert not balancing.lane_is_late
+
+
+def test_a_move_that_was_not_made_says_nothing_of_the_lane() -> None:
+    """An error may come up while states move, and the plan before stays."""
+    units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
+    plan = prefix_plan(units, 0, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
+    balancing = Balancing()
     balancing.restart(plan)
-    plan, late = after(plan, 0.7e6, 0.9e6)
-    assert late
-    assert streamed_share(plan) < 0.5
-    plan, late = after(plan, 0.75e6, 0.85e6)
-    assert late, "half as late as before: less on the lane has helped"
-    plan, late = after(plan, 0.75e6, 0.84e6)
-    assert not late, "nearly as late as before"
-    assert not after(plan, 0.6e6, 0.9e6)[1]
-    other = prefix_plan(units, 1, source="windowed", share=0.5, **why)
-    for cpu_us, streamed_us, is_late in ((0.9e6, 0.6e6, False), (0.6e6, 0.9e6, True)):
-        balancing = Balancing()
-        balancing.restart(other)
-        assert after(other, cpu_us, streamed_us)[1] == is_late
+    for _ in range(2):
+        for _ in range(7):
+            balancing.saw(FinishTimes(0.7e6, 0.9e6))
+        assert balancing.better(plan, units, 1e6, 10) is not None
+        assert balancing.lane_is_late
 
 
 def test_another_choice_of_parameters_with_the_same_sum_is_no_move() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hytrain_fx.cost_model.balance import streamed_share
+from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import predict, prefix_plan
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.ir.profile import Profile
@@ -23,9 +24,11 @@ SLOW = uniform(UNITS, forward=100.0, backward=200.0, cpu=400.0, stream=800.0)
 TASKS = [Unit(u.index, u.name, u.params, (f"p{u.index}",), u.grad_bytes, param_numels=(u.params,)) for u in FAST.units]
 
 
-def with_prediction(profile: Profile, plan: Plan) -> Plan:
-    """By this profile."""
-    return replace(plan, predicted=predict(profile, plan))
+USUAL = Discipline()
+
+
+def figures(profile: Profile, plan: Plan, discipline: Discipline) -> dict[str, float]:
+    return predict(profile, plan, discipline=discipline)
 
 
 def level(share: float = 0.5, k: int = 0) -> Plan:
@@ -33,7 +36,7 @@ def level(share: float = 0.5, k: int = 0) -> Plan:
 
 
 def tried(trial: StreamTrial, plan: Plan, step_us: float) -> Plan | None:
-    trial.look(plan, TASKS, [step_us] * 8, with_prediction)
+    trial.look(plan, TASKS, [step_us] * 8, USUAL, figures)
     found = trial.untried
     if found is not None:
         trial.begun()
@@ -66,20 +69,30 @@ def test_streaming_all_is_tried_where_undisturbed_copies_promise_a_shorter_step(
 
 
 def test_many_looks_predict_once() -> None:
-    """A look is taken every few steps, and a prediction takes much longer than the rest of it."""
-    predicted: list[int] = []
+    """A look is taken every few steps, and a prediction takes much longer than the rest of it.
 
-    def count(profile: Profile, plan: Plan) -> Plan:
-        predicted.append(plan.k)
-        return with_prediction(profile, plan)
+    Once more where the runtime works otherwise, other states rest on the device, or copies were
+    measured anew. The plan is made of the one in force, with its notes.
+    """
+    predicted: list[str] = []
 
-    trial = trial_of(FAST)
+    def count(profile: Profile, plan: Plan, discipline: Discipline) -> dict[str, float]:
+        predicted.append(f"{plan.k} {discipline.commit_at}")
+        return figures(profile, plan, discipline)
+
+    trial, other = trial_of(FAST), Discipline(commit_at="backward_end")
     short_us = predict(FAST, level(1.0))["step_us"]
-    for k in (0, 0, 0, 1, 1):
-        trial.look(level(k=k), TASKS, [short_us] * 8, count)
+    for plan, how in ((level(), USUAL), (level(0.4), USUAL), (level(), other), (level(), other), (level(k=1), other), (level(), USUAL)):
+        trial.look(plan, TASKS, [short_us] * 8, how, count)
     trial.measured(FAST, streaming=False)
-    trial.look(level(k=1), TASKS, [short_us] * 8, count)
-    assert predicted == [0, 1, 1]
+    trial.look(level(), TASKS, [short_us] * 8, USUAL, count)
+    before, after = f"0 {USUAL.commit_at}", "0 backward_end"
+    assert before != after
+    assert predicted == [before, after, "1 backward_end", before, before]
+    trial.look(replace(level(), notes=("later",)), TASKS, [2 * short_us] * 8, USUAL, count)
+    assert trial.untried is not None
+    assert trial.untried.notes[0] == "later"
+    assert len(predicted) == 5
 
 
 def test_slow_links_are_not_tried() -> None:
@@ -90,7 +103,7 @@ def test_slow_links_are_not_tried() -> None:
     for share in (0.0, 1.0):
         assert tried(trial_of(FAST), level(share), step_us) is None
     trial = trial_of(FAST)
-    trial.look(level(), TASKS, [step_us] * 3, with_prediction)
+    trial.look(level(), TASKS, [step_us] * 3, USUAL, figures)
     assert trial.untried is None
 
 
@@ -99,7 +112,7 @@ def test_what_paid_stays_until_another_k_comes() -> None:
     trial = trial_of(FAST)
     trial.ended(paid=True)
     assert not keeps(trial)
-    trial.look(level(), TASKS, [1e9] * 8, with_prediction)
+    trial.look(level(), TASKS, [1e9] * 8, USUAL, figures)
     trial.ended(paid=True)
     assert not keeps(trial), "it was only proposed"
     trial.restart(level(0.4))

@@ -149,7 +149,11 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgres
 
 void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   const double places = kPlacesShare * state_.options.queue_places;
-  follow(lane, commit, [&lane, places] { return places <= 0 || lane.places() < places; }, lock);
+  const auto has_room = [&] {
+    before_.look(state_.device->now_us());
+    return places <= 0 || before_.places() + lane.places() < places;
+  };
+  follow(lane, commit, has_room, lock);
 }
 
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 namespace hytrain_fx {
 namespace {
@@ -180,7 +181,7 @@ void Uploader::send_rest(EngineLock& lock) {
     tail_.await_room(lane, commit, lock);
     if (state_.stop || state_.has_failed()) return;
   }
-  if (!has_states) return;
+  if (!has_states) return tail_.leave(std::move(lane));
   tail_.await_states(lane, commit, lock);
   in_flight_.clear();
   bytes_ = 0;
