@@ -31,8 +31,8 @@ from hytrain_fx.ir.task_graph import Unit
 
 TOLERANCE = 0.03
 """Of a step: ends that lie so near are left alone."""
-# Standard errors. Ends that differ by less may be noise, and every move holds a step up.
-_SURE = 2.0
+SURE = 2.0
+"""Standard errors: what differs by less may be noise."""
 _DAMPING = 0.7  # share of the way: rates change with the share
 
 
@@ -101,7 +101,7 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
     """
     seen = median_of(ends)
     noise_us = standard_error([step.late_us for step in ends], len(ends))
-    if abs(seen.late_us) <= max(tolerance * step_us, _SURE * noise_us):
+    if abs(seen.late_us) <= max(tolerance * step_us, SURE * noise_us):
         return None
     by_cpu, by_lane = seen.cpu_worked_us / (1 - share), (1 - ratio) * seen.lane_worked_us / lane_load(share, ratio)
     change = seen.late_us / (by_cpu + by_lane)

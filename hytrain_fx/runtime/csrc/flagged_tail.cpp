@@ -149,11 +149,7 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgres
 
 void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
   const double places = kPlacesShare * state_.options.queue_places;
-  const auto has_room = [&] {
-    before_.look(state_.device->now_us());
-    return places <= 0 || before_.places() + lane.places() < places;
-  };
-  follow(lane, commit, has_room, lock);
+  follow(lane, commit, [&] { return places <= 0 || before_.places() + lane.places() < places; }, lock);
 }
 
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
@@ -167,7 +163,7 @@ template <class Reached>
 void FlaggedTail::follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock) {
   for (double asked_us = state_.device->now_us(); !state_.stop && !state_.has_failed();) {
     lock.unlock();
-    lane.look(state_.device->now_us());
+    for (LaneProgress* on_lane : {&before_, &lane}) on_lane->look(state_.device->now_us());
     if (!reached()) std::this_thread::sleep_for(kFollowing);
     lock.lock();
     if (reached()) return;

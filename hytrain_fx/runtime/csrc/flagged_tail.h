@@ -25,7 +25,6 @@
 // of all rows.
 #pragma once
 
-#include <utility>
 #include <vector>
 
 #include "engine_state.h"
@@ -52,8 +51,8 @@ class FlaggedTail {
   // the last streamed states are on the device, for FinishTimes and to learn how fast the lane is.
   void await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock);
   void await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock);
-  // Nobody waits for what is on the lane. It takes places beside the rest of the next step.
-  void leave(LaneProgress lane) { before_ = std::move(lane); }
+  // What has not come takes places beside the rest of the next step.
+  void leave(const LaneProgress& lane) { before_.add(lane); }
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }
   // Returns when no chunk is flagged, or when the engine has failed.
@@ -66,7 +65,7 @@ class FlaggedTail {
   void follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock);
 
   EngineState& state_;
-  LaneProgress before_;  // of the step before
+  LaneProgress before_;  // what steps before have left
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
   LearntRates rates_;
   int lands_last_ = -1;  // the row whose gradient does, of those to come

@@ -25,6 +25,10 @@ void LaneProgress::add(const OnLane& copy) {
   has_weights_ = has_weights_ || !copy.is_states;
 }
 
+void LaneProgress::add(const LaneProgress& other) {
+  for (const OnLane& copy : other.rest_) add(copy);
+}
+
 void LaneProgress::look(double now_us) {
   double bytes = 0;
   bool any = false, has_states = false;

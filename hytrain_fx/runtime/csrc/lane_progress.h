@@ -27,6 +27,7 @@ class LaneProgress {
   LaneProgress(const LaneOrder& order, double began_us, double ends_us)
       : in_backward_(order.in_backward), planned_us_(order.planned_us), began_us_(began_us), ends_us_(ends_us) {}
   void add(const OnLane& copy);
+  void add(const LaneProgress& other);  // what has not come of it
   void look(double now_us);
   // It waits for an update by the CPU, and not for the gradient. With the lock held.
   bool stands() const;

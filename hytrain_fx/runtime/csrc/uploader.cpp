@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <tuple>
-#include <utility>
 
 namespace hytrain_fx {
 namespace {
@@ -164,7 +163,7 @@ void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
   if (copy.begin) state_.records.note_lane(kToDevice, upload.row, upload.chunk, copy.begin, copy.end);
 }
 
-// Where streamed rows are in the rest, all that was put on the lane has come when this returns.
+// Where streamed rows are in the rest, their states have come when this returns, and all before them.
 void Uploader::send_rest(EngineLock& lock) {
   const uint64_t commit = state_.commits;
   const bool has_states = !state_.streaming.empty();
@@ -181,10 +180,12 @@ void Uploader::send_rest(EngineLock& lock) {
     tail_.await_room(lane, commit, lock);
     if (state_.stop || state_.has_failed()) return;
   }
-  if (!has_states) return tail_.leave(std::move(lane));
-  tail_.await_states(lane, commit, lock);
-  in_flight_.clear();
-  bytes_ = 0;
+  if (has_states) {
+    tail_.await_states(lane, commit, lock);
+    in_flight_.clear();
+    bytes_ = 0;
+  }
+  tail_.leave(lane);
 }
 
 }  // namespace hytrain_fx
