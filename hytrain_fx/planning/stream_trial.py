@@ -83,7 +83,7 @@ class StreamTrial:
             return
         told = f"steps take {time_text(now_us)}; with {why} they were predicted at {time_text(predicted_us)}, so that is tried"
         found = with_share(present, units, 1.0, why)
-        self.untried = replace(found, predicted=self._predicted.figures, notes=(*found.notes, told))
+        self.untried = replace(found, predicted=dict(self._predicted.figures), notes=(*found.notes, told))
 
     def begun(self) -> None:
         """It is put in force."""
