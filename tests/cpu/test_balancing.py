@@ -175,25 +175,29 @@ def test_whether_the_launching_thread_runs_ahead_is_learned() -> None:
             assert balancing.runs_ahead == (ahead > 0)
 
 
+def level_units() -> tuple[Unit, ...]:
+    return tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
+
+
+def streamed_in_part(k: int = 0, share: float = 0.5) -> Plan:
+    return prefix_plan(level_units(), k, source="windowed", reason=lambda unit: "test", share=share, streamed_reason=lambda unit: "test")
+
+
 def test_a_share_that_noise_moves_back_stays() -> None:
     """A second move the other way needs ends twice as far apart, a third four times.
 
     A plan with another k starts again from nothing.
     """
-    units = tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
-
-    def made(k: int) -> Plan:
-        return prefix_plan(units, k, source="windowed", reason=lambda unit: "test", share=0.5, streamed_reason=lambda unit: "test")
 
     def after(plan: Plan, cpu_us: float, streamed_us: float) -> Plan | None:
         for _ in range(6):
             balancing.saw(FinishTimes(cpu_us, streamed_us))
-        better = balancing.better(plan, units, 1e6, 10)
+        better = balancing.better(plan, level_units(), 1e6, 10)
         if better is not None:
             balancing.restart(better)
         return better
 
-    balancing, plan = Balancing(), made(0)
+    balancing, plan = Balancing(), streamed_in_part()
     balancing.restart(plan)
     more = after(plan, 1e6, 0.95e6)
     assert more is not None
@@ -203,16 +207,8 @@ def test_a_share_that_noise_moves_back_stays() -> None:
     less = after(more, 0.6e6, 1e6)
     assert less is not None
     assert streamed_share(less) < streamed_share(more)
-    balancing.restart(made(1))
-    assert after(made(1), 1e6, 0.95e6) is not None
-
-
-def level_units() -> tuple[Unit, ...]:
-    return tuple(Unit(i, f"layers.{i}", 1000, tuple(f"{i}.{j}" for j in range(100)), 2000, param_numels=(10,) * 100) for i in range(4))
-
-
-def streamed_in_part(k: int = 0, share: float = 0.5) -> Plan:
-    return prefix_plan(level_units(), k, source="windowed", reason=lambda unit: "test", share=share, streamed_reason=lambda unit: "test")
+    balancing.restart(streamed_in_part(1))
+    assert after(streamed_in_part(1), 1e6, 0.95e6) is not None
 
 
 def looked_at(balancing: Balancing, plan: Plan, cpu_us: float, *streamed_us: float) -> Plan | None:

@@ -71,8 +71,8 @@ def test_streaming_all_is_tried_where_undisturbed_copies_promise_a_shorter_step(
 def test_many_looks_predict_once() -> None:
     """A look is taken every few steps, and a prediction takes much longer than the rest of it.
 
-    Once more where the runtime works otherwise, other states rest on the device, or copies were
-    measured anew. The plan is made of the one in force, with its notes.
+    It is made again where the runtime works differently, other states rest on the device, or copies
+    were measured again. The plan that is tried keeps the notes of the plan in force.
     """
     predicted: list[str] = []
 
