@@ -9,7 +9,8 @@ import copy
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
 from ..cpu import models
 from ..cpu.recording_nodes import compile_rewritten, train
@@ -56,14 +57,20 @@ def test_the_calls_stand_where_they_were_put() -> None:
 def test_what_all_blocks_share_holds_no_gradient_back(name: str) -> None:
     """Gradients come evenly, with kernels as they are fused for a GPU.
 
-    The bits are torch.compile's, where it has the same twice.
+    The bits are torch.compile's, where it has the same twice. Each step is compiled anew: two
+    compilations of T5 by torch.compile had other bits, and a cache gives the first one again. So
+    nothing is chosen by timing here.
     """
     from ..cpu.first_steps import differing, first_step
 
-    (plain, _), (again, _) = first_step(name, "cuda", ours=False), first_step(name, "cuda", ours=False)
-    ours, apart = first_step(name, "cuda")
+    steps = []
+    for ours in (False, False, True):
+        with fresh_inductor_cache(), inductor_config.patch(deterministic=True):
+            steps.append(first_step(name, "cuda", ours=ours))
+    (plain, _), (again, _), (ours_weights, apart) = steps
     assert max(apart) < sum(apart) / 3
-    assert not differing(ours, plain) or differing(plain, again)
+    from_plain, from_again = differing(ours_weights, plain), differing(plain, again)
+    assert not from_plain or from_again
 
 
 def _wide(name: str) -> tuple[torch.nn.Module, models.Batches]:

@@ -78,8 +78,10 @@ inline void check(int status) {
 
 // On the CPU device, with its memory and staging for rows of `size`. Whoever makes it destroys the engine.
 struct EngineOnCpu {
-  EngineOnCpu(int workers, int64_t size, int32_t slots) : ring(1 << 20), factors(2), staging(slots * 3 * size) {
-    const hytrain_fx::EngineOptions options = options_on_cpu(workers, ring, factors);
+  EngineOnCpu(int workers, int64_t size, int32_t slots, int32_t queue_places = 0)
+      : ring(1 << 20), factors(2), staging(slots * 3 * size) {
+    hytrain_fx::EngineOptions options = options_on_cpu(workers, ring, factors);
+    options.queue_places = queue_places;
     check(hytrain_create(&options, &engine));
     const hytrain_fx::StagingMemory memory{staging.data(), size, 3, slots};
     check(hytrain_set_staging(engine, &memory));

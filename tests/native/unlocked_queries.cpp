@@ -1,8 +1,7 @@
 // Whether the engine asks the device for events, or waits for them, with its lock held. Each
 // question here waits until another thread has made a call that needs the lock: a launching thread,
 // which would stand still for as long as a driver takes to answer. Prints "unlocked", or "locked"
-// where that thread had to wait for the answer. Compiled, without csrc/cpu_device.cpp, and run by
-// tests/cpu/test_unlocked_queries.py.
+// where that thread had to wait for the answer. Run by tests/cpu/test_unlocked_queries.py.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

@@ -36,46 +36,40 @@ class CpuDevice : public Device {
     });
   }
   EventPtr record(Lane lane) override {
-    begin_operation();
     auto event = std::make_shared<CpuEvent>(!can_be_shown(lane));
-    thread(lane).enqueue([this, lane, event] {
+    put(lane, [this, lane, event] {
       event->fire();
       if (can_be_shown(lane)) hidden(lane).push_back(event);
     });
     return event;
   }
   void show(Lane lane) override {
-    begin_operation();
-    thread(lane).enqueue([this, lane] {
+    put(lane, [this, lane] {
       for (const auto& event : hidden(lane)) event->show();
       hidden(lane).clear();
     });
   }
   bool shows_events() override { return true; }
   void wait(Lane lane, const EventPtr& event) override {
-    begin_operation();
     recorded(event, "lane");
-    thread(lane).enqueue([event] { event->sync(); });
+    put(lane, [event] { event->sync(); });
   }
   uint32_t* flags(size_t n) override { return flags_.emplace_back(std::make_unique<uint32_t[]>(n)).get(); }
   void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
-    begin_operation();
-    thread(lane).enqueue([=] {
+    put(lane, [=] {
       while (!is_raised(flag, value)) std::this_thread::sleep_for(kPollInterval);
     });
   }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
-    begin_operation();
     WorkQueue* on = &thread(lane);
-    on->enqueue([=] {
+    put(lane, [=] {
       on->delay();
       std::memcpy(dst, src, bytes);
     });
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override {
-    begin_operation();
     WorkQueue* on = &thread(lane);
-    on->enqueue([=] {
+    put(lane, [=] {
       on->delay();
       for (const DeviceUpdate& u : rows) {
         if (u.skip && *u.skip != 0.0f) continue;
@@ -100,6 +94,12 @@ class CpuDevice : public Device {
     } else {
       work();
     }
+  }
+  template <class Work>
+  void put(Lane lane, Work work) {
+    begin_operation();
+    place(lane);
+    thread(lane).enqueue(std::move(work));
   }
   void begin_operation() {
     if (operations_left_ == kEndless) return;

@@ -276,14 +276,14 @@ class CudaDevice : public Device {
   EventPtr record(Lane lane) override;
   void show(Lane lane) override;
   bool shows_events() override { return signs(Lane::D2H).word != nullptr; }
-  void wait(Lane lane, const EventPtr& event) override { wait_on(stream(lane), event); }
+  void wait(Lane lane, const EventPtr& event) override { wait_on(queue_of(lane), event); }
   void copy(Lane lane, void* dst, const void* src, size_t bytes) override {
     const Driver& d = shared_->driver;
     const Current current = make_current();
     if (goes_to_host(lane)) {
-      d.check(d.d2h(dst, address(src), bytes, stream(lane)), "copy to the host");
+      d.check(d.d2h(dst, address(src), bytes, queue_of(lane)), "copy to the host");
     } else {
-      d.check(d.h2d(address(dst), src, bytes, stream(lane)), "copy to the device");
+      d.check(d.h2d(address(dst), src, bytes, queue_of(lane)), "copy to the device");
     }
   }
   uint32_t* flags(size_t n) override {
@@ -294,7 +294,7 @@ class CudaDevice : public Device {
   void wait_flag(Lane lane, const uint32_t* flag, uint32_t value) override {
     const Driver& d = shared_->driver;
     const Current current = make_current();
-    d.check(d.wait_value(stream(lane), address(flag), value, kWaitUntilReached), "make a stream wait for a flag");
+    d.check(d.wait_value(queue_of(lane), address(flag), value, kWaitUntilReached), "make a stream wait for a flag");
   }
   void update(Lane lane, const std::vector<DeviceUpdate>& rows) override;
   void fail_after(int) override { throw std::logic_error("only the CPU as the device can be made to fail"); }
@@ -310,7 +310,10 @@ class CudaDevice : public Device {
 
  private:
   LaneSigns& signs(Lane lane) { return signs_[static_cast<int>(lane)]; }
-  CUstream stream(Lane lane) const { return streams_[static_cast<int>(lane)]; }
+  CUstream queue_of(Lane lane) {  // for one operation
+    place(lane);
+    return streams_[static_cast<int>(lane)];
+  }
   Current make_current() const { return Current(shared_->driver, shared_->context); }
   EventPtr record_on(CUstream on) {
     const Current current = make_current();
@@ -360,11 +363,11 @@ class CudaDevice : public Device {
 EventPtr CudaDevice::record(Lane lane) {
   const Driver& d = shared_->driver;
   LaneSigns& signs = this->signs(lane);
-  if (!signs.word) return record_on(stream(lane));
+  if (!signs.word) return record_on(queue_of(lane));
   const Current current = make_current();
   auto event = std::make_shared<CudaEvent>(shared_);
   std::lock_guard lock(signs.mutex);
-  d.check(d.event_record(event->handle(), stream(lane)), "record an event");
+  d.check(d.event_record(event->handle(), queue_of(lane)), "record an event");
   event->show_by(signs.word, signs.shown + 1);
   return event;
 }
@@ -375,7 +378,7 @@ void CudaDevice::show(Lane lane) {
   if (!signs.word) return;
   const Current current = make_current();
   std::lock_guard lock(signs.mutex);
-  d.check(d.write_value(stream(lane), address(signs.word), ++signs.shown, kWriteAfterAll), "write a word behind an event");
+  d.check(d.write_value(queue_of(lane), address(signs.word), ++signs.shown, kWriteAfterAll), "write a word behind an event");
 }
 
 // Parameters and launch shape as update_rows.cu lists them. The layout of DeviceUpdate differs from
@@ -407,7 +410,7 @@ void CudaDevice::update(Lane lane, const std::vector<DeviceUpdate>& rows) {
     const long long blocks = std::min(kUpdateBlocks, (largest + kBlockElements - 1) / kBlockElements);
     const Driver& d = shared_->driver;
     d.check(d.launch(updates_[update_kernel(rows[first])], static_cast<unsigned>(blocks), static_cast<unsigned>(n), 1, kBlockThreads, 1, 1,
-                     0, stream(lane), parameters, nullptr),
+                     0, queue_of(lane), parameters, nullptr),
             "launch an update kernel");
   }
 }

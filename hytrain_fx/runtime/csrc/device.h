@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -136,7 +137,7 @@ class Device {
   virtual void gather(void* stream, const std::vector<DeviceCopy>& copies) = 0;
   virtual EventPtr record(Lane lane) = 0;
   // From here on events that were recorded on the lane before can be seen to come without the
-  // driver. Takes a place in the lane's queue. Of lanes that can_be_shown, where the device can.
+  // driver. Of lanes that can_be_shown, where the device can.
   virtual void show(Lane lane) = 0;
   virtual bool shows_events() = 0;  // whether it can
   EventPtr record_shown(Lane lane) {
@@ -160,6 +161,15 @@ class Device {
   // wait for.
   virtual void take_epoch() = 0;
   virtual double now_us() = 0;  // host time on the events' clock
+  // Copies, events, waits and written words that were put on the lane so far. Each takes a place in
+  // its queue until it has run. By the one thread that puts them there.
+  int64_t placed(Lane lane) const { return placed_[static_cast<int>(lane)]; }
+
+ protected:
+  void place(Lane lane) { placed_[static_cast<int>(lane)].fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  std::array<std::atomic<int64_t>, kLanes> placed_{};
 };
 
 std::unique_ptr<Device> make_cpu_device();

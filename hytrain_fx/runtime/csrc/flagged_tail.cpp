@@ -7,9 +7,9 @@ namespace hytrain_fx {
 namespace {
 
 constexpr auto kFollowing = std::chrono::microseconds(100);
-// Of the lane's queue, for the rest of a step. A thread that is blocked before a full one holds up the
-// launching thread, too. But that passes a gate only when its weights are on the lane. What is left
-// is for what the lane had before.
+// Of the lane's queue. A thread that is blocked before a full one holds up the launching thread, too.
+// But that passes a gate only when its weights are on the lane. What is left is for the next copy,
+// with its waits and events.
 constexpr double kPlacesShare = 0.9;
 // Each of these is seen to come: what is smaller takes no time on the lane, but a place in its queue,
 // and so would a word behind it.
@@ -147,9 +147,13 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgres
   return rest;
 }
 
+bool FlaggedTail::has_room(int64_t places) const {
+  const double most = kPlacesShare * state_.options.queue_places;
+  return most <= 0 || static_cast<double>(before_.places() + places) < most;
+}
+
 void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {
-  const double places = kPlacesShare * state_.options.queue_places;
-  follow(lane, commit, [&] { return places <= 0 || before_.places() + lane.places() < places; }, lock);
+  follow(lane, commit, [&] { return has_room(lane.places()); }, lock);
 }
 
 void FlaggedTail::await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock) {

@@ -51,8 +51,13 @@ class FlaggedTail {
   // the last streamed states are on the device, for FinishTimes and to learn how fast the lane is.
   void await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock);
   void await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock);
-  // What has not come takes places beside the rest of the next step.
+  // Whether the lane's queue has room for more, beside what was there before and `places`.
+  bool has_room(int64_t places) const;
+  // What the lane had before the rest of a step, or has of it before the next: it takes places until
+  // it has come.
+  void leave(const OnLane& copy) { before_.add(copy); }
   void leave(const LaneProgress& lane) { before_.add(lane); }
+  void all_left_has_come() { before_ = {}; }
   bool is_followed() const { return following_; }
   void set_followed(bool on) { following_ = on; }
   // Returns when no chunk is flagged, or when the engine has failed.
@@ -65,7 +70,7 @@ class FlaggedTail {
   void follow(LaneProgress& lane, uint64_t commit, Reached reached, EngineLock& lock);
 
   EngineState& state_;
-  LaneProgress before_;  // what steps before have left
+  LaneProgress before_;  // what was left
   bool following_ = false;  // the rest of a step, with streamed updates in it, is on the lane
   LearntRates rates_;
   int lands_last_ = -1;  // the row whose gradient does, of those to come

@@ -15,7 +15,7 @@ namespace hytrain_fx {
 struct OnLane {  // one weight, or states of one visit
   EventPtr end;
   int64_t bytes;
-  int places;
+  int64_t places;
   bool is_states, is_shown;
   const Chunk* awaited;  // whose flag the copy waits for; null: none
 };
@@ -32,7 +32,7 @@ class LaneProgress {
   // It waits for an update by the CPU, and not for the gradient. With the lock held.
   bool stands() const;
   // What has not come: places in the lane's queue, and visits.
-  int places() const { return places_; }
+  int64_t places() const { return places_; }
   int visits() const { return visits_; }
   // For what was to come before the backward's end. Took: 0 where it has not come.
   double planned_us() const { return planned_us_; }
@@ -45,7 +45,8 @@ class LaneProgress {
 
  private:
   std::deque<OnLane> rest_;
-  int places_ = 0, visits_ = 0;
+  int64_t places_ = 0;
+  int visits_ = 0;
   bool has_weights_ = false;
   size_t in_backward_ = 0, came_ = 0;
   double planned_us_ = 0, took_us_ = 0, began_us_ = 0, ends_us_ = 0, last_us_ = 0;

@@ -62,16 +62,14 @@ InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
     row.streamed.visit = upload.slot->visit;
     state_.issued_cv.notify_all();
   }
-  return {lanes.in, bytes, lanes.places, nullptr};
+  return {lanes.in, bytes, nullptr};
 }
 
 // Visits come home in the order in which they are sent: a wait for one is a wait for all before it.
-// Returns the places that it took.
-int StreamedVisits::await_home(const EventPtr& stored, uint64_t visit) {
-  if (visit <= home_) return 0;
+void StreamedVisits::await_home(const EventPtr& stored, uint64_t visit) {
+  if (visit <= home_) return;
   state_.device->wait(Lane::H2D, stored);
   home_ = visit;
-  return 1;
 }
 
 // Without the lock. `before`: the slot's last visit.
@@ -88,16 +86,14 @@ StreamedVisits::Lanes StreamedVisits::visit(const Row& row, const Upload& upload
   auto record = [&](Lane lane) { return recording ? device.record(lane) : nullptr; };
   Lanes lanes;
 
-  lanes.places = await_home(upload.slot->stored, before);
-  lanes.places += await_home(row.streamed.stored, row.streamed.visit);  // the last step's
+  await_home(upload.slot->stored, before);
+  await_home(row.streamed.stored, row.streamed.visit);  // the last step's
   lanes.in_begin = record(Lane::H2D);
   for (size_t a = 0; a < arrays.size(); ++a) {
     const auto& [home, width] = arrays[a];
     if (home) device.copy(Lane::H2D, at[a], offset(home, chunk.begin * width), n * width);
-    lanes.places += home != nullptr;
   }
   lanes.in = device.record_shown(Lane::H2D);
-  lanes.places += 2 + recording;
 
   for (const EventPtr& event : {lanes.in, row.ready, row.released}) device.wait(Lane::STREAM_UPDATE, event);
   lanes.update_begin = record(Lane::STREAM_UPDATE);

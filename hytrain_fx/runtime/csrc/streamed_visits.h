@@ -26,11 +26,10 @@ class StreamedVisits {
   using Arrays = std::array<Array, 1 + kMaxStates>;
   struct Lanes {  // begin and end on each; begins while recording
     EventPtr in_begin, in, update_begin, updated, out_begin, out;
-    int places;  // on the lane to the device
   };
   static Arrays arrays_of(const HostStates& host);
   Lanes visit(const Row& row, const Upload& upload, uint64_t before, bool sends_weight, bool recording);
-  int await_home(const EventPtr& stored, uint64_t visit);
+  void await_home(const EventPtr& stored, uint64_t visit);
 
   EngineState& state_;
   StagingArea& staging_;

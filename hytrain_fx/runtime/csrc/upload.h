@@ -22,8 +22,8 @@ struct Upload {
 struct InFlight {  // on the lane, in its order
   EventPtr end;
   int64_t bytes;
-  int places;      // that it takes in the lane's queue: copies, waits, events and words, one each
-  EventPtr begin;  // while recording
+  EventPtr begin;      // while recording
+  int64_t places = 0;  // that it takes in the lane's queue (Device::placed)
 };
 
 }  // namespace hytrain_fx

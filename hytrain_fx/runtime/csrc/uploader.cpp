@@ -27,7 +27,7 @@ void Uploader::run() {
     if (!tail_.may_be_sent()) ask_events(lock);
     if (tail_.may_be_sent()) {
       send_rest(lock);
-    } else if (bytes_ >= kBytesInFlight) {
+    } else if (!in_flight_.empty() && (bytes_ >= kBytesInFlight || !tail_.has_room(places_))) {
       await_first(lock);
     } else if (const Upload next = next_upload(); next.row < 0) {
       // what is updated is still being read, or no staging slot is free
@@ -35,6 +35,7 @@ void Uploader::run() {
     } else if (const InFlight sent = send(next, lock); sent.end) {
       in_flight_.push_back(sent);
       bytes_ += sent.bytes;
+      places_ += sent.places;
     }
   }
 }
@@ -43,9 +44,17 @@ void Uploader::await_first(EngineLock& lock) {
   const InFlight first = in_flight_.front();
   in_flight_.pop_front();
   bytes_ -= first.bytes;
+  places_ -= first.places;
   lock.unlock();
   first.end->sync();
   lock.lock();
+  tail_.all_left_has_come();  // that was before it
+}
+
+void Uploader::leave_all() {
+  for (const InFlight& copy : in_flight_) tail_.leave({copy.end, copy.bytes, copy.places, false, true, nullptr});
+  in_flight_.clear();
+  bytes_ = places_ = 0;
 }
 
 // Asks for the events that decide what comes next, as far as it goes. Without the lock: the driver
@@ -104,8 +113,12 @@ const Key* Uploader::next_of(const std::set<Key>& keys) const {
 }
 
 InFlight Uploader::send(const Upload& upload, EngineLock& lock) {
-  if (upload.load == Load::STATES) return visits_.send(upload, lock);
-  return upload.load == Load::AHEAD ? send_ahead(upload, lock) : send_weight(upload, lock);
+  const int64_t before = state_.device->placed(Lane::H2D);
+  InFlight sent = upload.load == Load::STATES ? visits_.send(upload, lock)
+                  : upload.load == Load::AHEAD ? send_ahead(upload, lock)
+                                               : send_weight(upload, lock);
+  sent.places = state_.device->placed(Lane::H2D) - before;
+  return sent;
 }
 
 InFlight Uploader::send_weight(const Upload& upload, EngineLock& lock) {
@@ -117,13 +130,10 @@ InFlight Uploader::send_weight(const Upload& upload, EngineLock& lock) {
   lock.unlock();
   sleep_us(state_.provoked.uploader_delay_us);
   if (state_.provoked.copy_fails_in == upload.row) throw std::runtime_error("injected failure in row " + std::to_string(upload.row));
-  const bool is_flagged = upload.load == Load::FLAGGED;
-  if (is_flagged) state_.device->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
+  if (upload.load == Load::FLAGGED) state_.device->wait_flag(Lane::H2D, chunk.flag, chunk.raised);
   // Read until then. Rows that come one after the other often share an event.
-  const bool is_read = !released->known_done() && released != awaited_;
-  if (is_read) state_.device->wait(Lane::H2D, awaited_ = released);
-  InFlight sent = copy_weight(row, upload, recording);
-  sent.places += is_flagged + is_read;
+  if (!released->known_done() && released != awaited_) state_.device->wait(Lane::H2D, awaited_ = released);
+  const InFlight sent = copy_weight(row, upload, recording);
   lock.lock();
   note_copy(upload, sent);
   if (upload.load == Load::WEIGHT) chunk.set_state(ChunkState::SENT);
@@ -156,7 +166,7 @@ InFlight Uploader::copy_weight(const Row& row, const Upload& upload, bool record
   EventPtr before = recording ? state_.device->record(Lane::H2D) : nullptr;
   if (bytes > 0) state_.device->copy(Lane::H2D, offset(row.spec.weight, at), offset(row.new_weight(), at), bytes);
   EventPtr end = upload.is_shown ? state_.device->record_shown(Lane::H2D) : state_.device->record(Lane::H2D);
-  return {end, bytes, (bytes > 0) + 1 + upload.is_shown + recording, before};
+  return {end, bytes, before};
 }
 
 void Uploader::note_copy(const Upload& upload, const InFlight& copy) {
@@ -170,6 +180,7 @@ void Uploader::send_rest(EngineLock& lock) {
   tail_.set_followed(has_states);
   LaneProgress lane;
   std::vector<Upload> rest = tail_.take(bytes_, staging_.size(), lane);
+  leave_all();
   for (Upload& upload : rest) {
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
     const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
@@ -180,11 +191,7 @@ void Uploader::send_rest(EngineLock& lock) {
     tail_.await_room(lane, commit, lock);
     if (state_.stop || state_.has_failed()) return;
   }
-  if (has_states) {
-    tail_.await_states(lane, commit, lock);
-    in_flight_.clear();
-    bytes_ = 0;
-  }
+  if (has_states) tail_.await_states(lane, commit, lock);
   tail_.leave(lane);
 }
 

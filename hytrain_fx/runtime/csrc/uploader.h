@@ -34,6 +34,7 @@ class Uploader {
   void note_copy(const Upload& upload, const InFlight& copy);
   void send_rest(EngineLock& lock);
   void await_first(EngineLock& lock);
+  void leave_all();
 
   EngineState& state_;
   Updates& updates_;
@@ -43,7 +44,7 @@ class Uploader {
   StreamedVisits& visits_;
   EventPtr awaited_;  // the lane's last wait for the compute stream
   std::deque<InFlight> in_flight_;
-  int64_t bytes_ = 0;  // of them
+  int64_t bytes_ = 0, places_ = 0;  // of them
 };
 
 }  // namespace hytrain_fx
