@@ -69,8 +69,8 @@ def test_what_all_blocks_share_holds_no_gradient_back(name: str) -> None:
             steps.append(first_step(name, "cuda", ours=ours))
     (plain, _), (again, _), (ours_weights, apart) = steps
     assert max(apart) < sum(apart) / 3
-    from_plain, from_again = differing(ours_weights, plain), differing(plain, again)
-    assert not from_plain or from_again
+    ours_differ, plain_differs = differing(ours_weights, plain), differing(again, plain)
+    assert not ours_differ or plain_differs
 
 
 def _wide(name: str) -> tuple[torch.nn.Module, models.Batches]:

@@ -161,8 +161,8 @@ class Device {
   // wait for.
   virtual void take_epoch() = 0;
   virtual double now_us() = 0;  // host time on the events' clock
-  // Copies, events, waits and written words that were put on the lane so far. Each takes a place in
-  // its queue until it has run. By the one thread that puts them there.
+  // What was put on the lane so far: copies, events, waits, written words and updates. Each takes a
+  // place in its queue until it has run. Exact for a lane that one thread puts things on, in that thread.
   int64_t placed(Lane lane) const { return placed_[static_cast<int>(lane)]; }
 
  protected:

@@ -147,9 +147,12 @@ std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgres
   return rest;
 }
 
-bool FlaggedTail::has_room(int64_t places) const {
+bool FlaggedTail::has_room(int64_t places) {
   const double most = kPlacesShare * state_.options.queue_places;
-  return most <= 0 || static_cast<double>(before_.places() + places) < most;
+  auto is_free = [&] { return most <= 0 || static_cast<double>(before_.places() + places) < most; };
+  if (is_free() || !state_.device->shows_events()) return is_free();  // to ask for events that are not shown may take long
+  before_.look(state_.device->now_us());
+  return is_free();
 }
 
 void FlaggedTail::await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock) {

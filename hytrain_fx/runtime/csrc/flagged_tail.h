@@ -51,10 +51,10 @@ class FlaggedTail {
   // the last streamed states are on the device, for FinishTimes and to learn how fast the lane is.
   void await_room(LaneProgress& lane, uint64_t commit, EngineLock& lock);
   void await_states(LaneProgress& lane, uint64_t commit, EngineLock& lock);
-  // Whether the lane's queue has room for more, beside what was there before and `places`.
-  bool has_room(int64_t places) const;
-  // What the lane had before the rest of a step, or has of it before the next: it takes places until
-  // it has come.
+  // Whether the lane's queue has room for one more copy, beside what was left there and `places`.
+  bool has_room(int64_t places);
+  // Copies sent before the rest of a step, and those of a rest when all of it is on the lane: they
+  // take places until they have come. When a copy has come that was sent after them, all have.
   void leave(const OnLane& copy) { before_.add(copy); }
   void leave(const LaneProgress& lane) { before_.add(lane); }
   void all_left_has_come() { before_ = {}; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 namespace hytrain_fx {
 namespace {
@@ -113,11 +114,11 @@ const Key* Uploader::next_of(const std::set<Key>& keys) const {
 }
 
 InFlight Uploader::send(const Upload& upload, EngineLock& lock) {
-  const int64_t before = state_.device->placed(Lane::H2D);
   InFlight sent = upload.load == Load::STATES ? visits_.send(upload, lock)
                   : upload.load == Load::AHEAD ? send_ahead(upload, lock)
                                                : send_weight(upload, lock);
-  sent.places = state_.device->placed(Lane::H2D) - before;
+  sent.places = state_.device->placed(Lane::H2D) - placed_;
+  placed_ += sent.places;
   return sent;
 }
 
@@ -181,15 +182,18 @@ void Uploader::send_rest(EngineLock& lock) {
   LaneProgress lane;
   std::vector<Upload> rest = tail_.take(bytes_, staging_.size(), lane);
   leave_all();
+  bool is_shown = true;  // the last copy
   for (Upload& upload : rest) {
+    // Nobody sees hidden copies come before something behind them is shown.
+    if (!std::exchange(is_shown, upload.is_shown) && !tail_.has_room(lane.places())) state_.device->show(Lane::H2D);
+    tail_.await_room(lane, commit, lock);
+    if (state_.stop || state_.has_failed()) return;
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
     const bool is_states = upload.load == Load::STATES, is_flagged = upload.load == Load::FLAGGED;
     state_.clock.sent_at_once(chunk.params(), chunk.is(ChunkState::PROMISED));
     if (is_states) upload.slot = staging_.next_slot();
     const InFlight sent = send(upload, lock);
     lane.add({sent.end, sent.bytes, sent.places, is_states, upload.is_shown, is_flagged ? &chunk : nullptr});
-    tail_.await_room(lane, commit, lock);
-    if (state_.stop || state_.has_failed()) return;
   }
   if (has_states) tail_.await_states(lane, commit, lock);
   tail_.leave(lane);

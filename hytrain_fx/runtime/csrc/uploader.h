@@ -45,6 +45,7 @@ class Uploader {
   EventPtr awaited_;  // the lane's last wait for the compute stream
   std::deque<InFlight> in_flight_;
   int64_t bytes_ = 0, places_ = 0;  // of them
+  int64_t placed_ = 0;  // Device::placed after the last copy: what is put there between belongs to the next
 };
 
 }  // namespace hytrain_fx
