@@ -57,9 +57,9 @@ def test_the_calls_stand_where_they_were_put() -> None:
 def test_what_all_blocks_share_holds_no_gradient_back(name: str) -> None:
     """Gradients come evenly, with kernels as they are fused for a GPU.
 
-    The bits are torch.compile's, where it has the same twice. Each step is compiled anew: two
-    compilations of T5 by torch.compile had other bits, and a cache gives the first one again. So
-    nothing is chosen by timing here.
+    The bits are torch.compile's, where two compilations by it agree. Each step is compiled with an
+    empty cache, or the second plain step would be the first one again. Inductor chooses nothing by
+    timing: with such choices two plain compilations of T5 differed.
     """
     from ..cpu.first_steps import differing, first_step
 

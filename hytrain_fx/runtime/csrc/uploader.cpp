@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <tuple>
-#include <utility>
 
 namespace hytrain_fx {
 namespace {
@@ -182,10 +181,7 @@ void Uploader::send_rest(EngineLock& lock) {
   LaneProgress lane;
   std::vector<Upload> rest = tail_.take(bytes_, staging_.size(), lane);
   leave_all();
-  bool is_shown = true;  // the last copy
   for (Upload& upload : rest) {
-    // Nobody sees hidden copies come before something behind them is shown.
-    if (!std::exchange(is_shown, upload.is_shown) && !tail_.has_room(lane.places())) state_.device->show(Lane::H2D);
     tail_.await_room(lane, commit, lock);
     if (state_.stop || state_.has_failed()) return;
     const Chunk& chunk = state_.rows[upload.row].chunks[upload.chunk];
@@ -194,6 +190,8 @@ void Uploader::send_rest(EngineLock& lock) {
     if (is_states) upload.slot = staging_.next_slot();
     const InFlight sent = send(upload, lock);
     lane.add({sent.end, sent.bytes, sent.places, is_states, upload.is_shown, is_flagged ? &chunk : nullptr});
+    // Nobody sees hidden copies come before something behind them is shown.
+    if (!upload.is_shown && !tail_.has_room(lane.places())) state_.device->show(Lane::H2D);
   }
   if (has_states) tail_.await_states(lane, commit, lock);
   tail_.leave(lane);
