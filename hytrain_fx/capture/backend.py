@@ -106,11 +106,15 @@ class Capture(Generic[R]):
 
     @property
     def unit_order(self) -> tuple[int, ...]:
-        """All units in the order of their first use in the forward graphs so far.
+        """All units in the order of their first use in forwards so far, in graphs or around them.
 
         Units not seen yet come last.
         """
         return tuple({**self._used, **{unit.number: None for unit in self.units}})
+
+    def uses(self, unit: int) -> None:
+        """Eager code of a forward uses a unit. Graphs are captured as the forward reaches them."""
+        self._used.setdefault(unit)
 
     def backend(
         self,

@@ -32,6 +32,8 @@ class EagerReads:
                weights runs; the flag says that it runs on another stream than the one the forward
                began on
     on_read    called after it with the rows that the operator reads, once in a forward for each
+
+    on_first   called with the number of a unit that no forward's eager code has read before
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class EagerReads:
         self._waited: set[int] = set()  # units, in this forward
         self._stream: object = None
         self.is_on = False
+        self.on_first: Callable[[int], None] = lambda _: None
         self.read: set[int] = set()  # numbers of units that eager code of forwards has read
 
     @whole()
@@ -112,7 +115,9 @@ class EagerReads:
         for unit in dict.fromkeys(self._unit_of[row] for row in rows):
             if unit not in self._waited:
                 self._waited.add(unit)
-                self.read.add(unit)
+                if unit not in self.read:
+                    self.read.add(unit)
+                    self.on_first(unit)
                 self._on_wait(self._units[unit].rows, self._current_stream() != self._stream)
         self._on_read(rows)
 

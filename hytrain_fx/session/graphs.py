@@ -38,6 +38,8 @@ from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.runtime.states.pieces import PieceRows
+from hytrain_fx.session.callbacks import weakly
+from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, without_torch_function
@@ -49,9 +51,9 @@ class SessionGraphs:
     """Captures, rewrites and watches the graphs.
 
     session    number by which the nodes find it
-    plain      entered while a compiled backward runs: what it reads of weights is no touch by eager
-               code
-    in_graph   entered while any compiled graph runs: its reads of weights are not eager code's
+    plain      entered with the weights that a compiled backward may read while it runs: that is no
+               touch by eager code
+    reads      of eager code: entered while any compiled graph runs, whose reads are none of them
     phase      times the parts of a compilation
     passes     run on each graph, those that are for its kind
     dump       folder for the texts of graphs; one that cannot be written raises ConfigError
@@ -67,8 +69,8 @@ class SessionGraphs:
         units: Sequence[Unit],
         pieces: PieceRows,
         nodes: SessionNodes,
-        plain: Callable[[], AbstractContextManager[None]],
-        in_graph: Callable[[], AbstractContextManager[None]],
+        plain: Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]],
+        reads: EagerReads,
         noticed: Callable[[], AbstractContextManager[None]],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
@@ -82,12 +84,15 @@ class SessionGraphs:
         self._pieces = pieces
         self._nodes = nodes
         self._plain = plain
-        self._in_graph = in_graph
+        self._in_graph = reads.in_graph
+        reads.on_first = weakly(self._read_eagerly)
         self._noticed = noticed
         self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
         self._grads: dict[int, Mapping[int, int]] = {}  # by backward graph: row -> position of its gradient in the outputs
+        self._inputs: dict[int, tuple[nn.Parameter, ...]] = {}  # by pair: the parameters that its forward is given
+        self._read: dict[int, tuple[nn.Parameter, ...]] = {}  # by backward graph: those that may be saved for it
         self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
         self._copies = copies
         self._streamed = streamed
@@ -95,7 +100,7 @@ class SessionGraphs:
         self._anew = False  # whether all is to be captured again
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self.capture: Capture[PipelineRecord] = Capture(
-            table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, in_graph, phase,
+            table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, reads.in_graph, phase,
             self._copies_for)
 
     def _copies_for(self, gm: fx.GraphModule, inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies | None:
@@ -110,12 +115,14 @@ class SessionGraphs:
         if graph.kind is GraphKind.BACKWARD:
             for unit, nbytes in kept.items():
                 self._kept_bytes[unit] = max(self._kept_bytes.get(unit, 0), nbytes)
+            self._read[graph.index] = self._inputs[graph.pair]
             self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
             self._nodes.captured_rows |= frozenset(graph.grads)
             self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)
             self._grads[graph.index] = graph.grads
             self._kept.update((row, self._table.parameters[row]) for row in graph.grads)
         else:
+            self._inputs[graph.pair] = tuple(self._table.parameters[row] for row in graph.weights)
             self._nodes.graph_waits[graph.index] = waited_rows(graph.module)
             self._number_units()
         return record
@@ -124,6 +131,10 @@ class SessionGraphs:
     def kept_bytes(self) -> tuple[int, ...]:
         """By unit, in the forward's order: the most that any forward keeps for its backward."""
         return tuple(self._kept_bytes.get(number, 0) for number in self.capture.unit_order)
+
+    def _read_eagerly(self, unit: int) -> None:
+        self.capture.uses(unit)
+        self._number_units()
 
     def _number_units(self) -> None:
         """Units count in forward order from here on.
@@ -176,7 +187,7 @@ class SessionGraphs:
             # Autograd adds up the parts that eager code makes of these gradients, in its own order.
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
         reading = self._nodes.fetched.running(graph, self._fetches[graph], backward=True)
-        with self._noticed(), self._plain(), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
+        with self._noticed(), self._plain(self._read[graph]), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):
             if not elsewhere:
                 with self._nodes.fetching_ahead(graph):
                     yield None

@@ -225,27 +225,31 @@ class PlainWhileRunning:
     def __init__(self, parameters: Sequence[Tensor], guarded: type[GuardedParameter]) -> None:
         self._parameters, self._guarded = parameters, guarded
         self._runs = 0  # compiled calls and backwards
+        self._plain: list[Tensor] = []  # to be guarded at the end of the last one
 
-    def begin(self) -> None:
-        """A run begins."""
+    def begin(self, of: Sequence[Tensor] | None = None) -> None:
+        """A run begins, which reads no other parameters than these; None: it may read any."""
         with self._guarded.lock:
             self._runs += 1
-            unguard_all(self._parameters)
+            parameters = self._parameters if of is None else of
+            self._plain.extend(parameters)
+            unguard_all(parameters)
 
     def end(self) -> None:
         """A run has ended."""
         with self._guarded.lock:
             self._runs -= 1
             if self._runs == 0:
-                self.guard()
+                guard_all(self._plain, self._guarded)
+                self._plain.clear()
 
     @contextmanager
-    def while_running(self) -> Iterator[None]:
-        """Around a run. One that an interrupt breaks off as it begins ends too."""
+    def while_running(self, of: Sequence[Tensor]) -> Iterator[None]:
+        """Around a run that reads these. One that an interrupt breaks off as it begins ends too."""
         begun = False
         try:
             with whole():
-                self.begin()
+                self.begin(of)
                 begun = True
             yield
         finally:

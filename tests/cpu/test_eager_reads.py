@@ -286,6 +286,46 @@ def test_eager_code_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
     hytrain_fx.close(model)
 
 
+class Stem(Deep):
+    """Eager code reads first what the module lists last, as a Whisper's convolutions are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, x: Tensor) -> Tensor:
+        return self.stem(x)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.begin(x))
+
+
+class StemUncaptured(Stem):
+    """The same without any graph."""
+
+    forward = torch.compiler.disable(Stem.forward)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    (Stem, ["stem", "layers.0", "layers.1", "layers.2", "layers.3", "head"]),
+    (StemUncaptured, ["stem", "layers.0", "layers.1", "layers.2", "layers.3", "head"]),
+    (BetweenReads, ["layers.0", "layers.1", "head", "layers.2", "layers.3"]),
+])
+def test_what_eager_code_reads_first_is_due_first(kind: type[Deep], expected: list[str]) -> None:
+    """Units count in the order of their first use, also where eager code is what uses them."""
+    model, optimizer = _compiled(kind)
+    _train(model, optimizer, 1)
+    session = session_of(model)
+    assert [session.units[number].name for number in session.capture.unit_order] == expected
+    assert [unit.name for unit in session.planning.units()] == expected
+    due = {session.units[number].name: {session.nodes.unit_of[row] for row in session.units[number].rows}
+           for number in session.capture.unit_order}
+    assert due == {name: {index} for index, name in enumerate(expected)}
+    hytrain_fx.close(model)
+    require_same_as_plain(kind)
+
+
 def test_a_failed_wait_in_eager_code_ends_the_forward() -> None:
     """torch drops what is raised before an operator: the forward's end raises it."""
     model, optimizer = _compiled(Uncaptured)
