@@ -106,14 +106,11 @@ class Capture(Generic[R]):
 
     @property
     def unit_order(self) -> tuple[int, ...]:
-        """All units in the order of their first use in forwards so far, in graphs or around them.
-
-        Units not seen yet come last.
-        """
+        """All units in the order of first use in forwards so far; those not seen yet come last."""
         return tuple({**self._used, **{unit.number: None for unit in self.units}})
 
     def uses(self, unit: int) -> None:
-        """Eager code of a forward uses a unit. Graphs are captured as the forward reaches them."""
+        """Eager code of a forward uses a unit: as graphs, it is told as the forward reaches it."""
         self._used.setdefault(unit)
 
     def backend(
@@ -298,8 +295,7 @@ def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, fl
 def has_user_hooks(parameter: nn.Parameter) -> bool:
     """Whether a gradient hook that is not this library's own is registered on the parameter."""
     own = __name__.partition(".")[0]
-    hooks = tensors.gradient_hooks(parameter)
-    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != own for hook in hooks)
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != own for hook in tensors.gradient_hooks(parameter))
 
 
 def _saved_views(graph: CapturedGraph) -> dict[str, int]:

@@ -14,7 +14,7 @@ same bits for every plan, cut, number of workers and ranks, and after undo, save
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Final, TypeVar
 
@@ -71,7 +71,7 @@ class RoundingPlace:
 
     def after(self, elements: int) -> RoundingPlace:
         """The place of the states that come so many elements later."""
-        return replace(self, first=self.first + elements)
+        return RoundingPlace(self.key, self.first + elements) if elements else self
 
 
 NO_PLACE: Final = RoundingPlace()

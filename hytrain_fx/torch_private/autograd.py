@@ -39,7 +39,7 @@ def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
     if running_backward() == -1:
         return True
     try:
-        return all(map(private_name("torch._C", "_will_engine_execute_node"), accumulators))
+        return all(map(_will_run(), accumulators))
     except RuntimeError:  # of torch.autograd.grad
         return False
 
@@ -47,7 +47,7 @@ def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
 def leaf_gradient(accumulator: Node) -> LeafGradient:
     """What the backward that runs on this thread does with this leaf's gradient."""
     try:
-        runs = private_name("torch._C", "_will_engine_execute_node")(accumulator)
+        runs = _will_run()(accumulator)
     except RuntimeError:  # its way to say that a leaf's gradient is captured
         return LeafGradient.RETURNED
     return LeafGradient.ACCUMULATED if runs else LeafGradient.UNWANTED
@@ -64,6 +64,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     It is not called where that ends in an error.
     """
     private_name("torch.autograd.variable", "Variable")._execution_engine.queue_callback(call)
+
+
+@cache  # every compiled backward asks for it
+def _will_run() -> Callable[[Node], bool]:
+    return cast(Callable[[Node], bool], private_name("torch._C", "_will_engine_execute_node"))
 
 
 @cache  # every inserted node asks for it
