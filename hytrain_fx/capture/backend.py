@@ -109,9 +109,10 @@ class Capture(Generic[R]):
         """All units in the order of first use in forwards so far; those not seen yet come last."""
         return tuple({**self._used, **{unit.number: None for unit in self.units}})
 
-    def uses(self, unit: int) -> None:
-        """Eager code of a forward uses a unit: as graphs, it is told as the forward reaches it."""
-        self._used.setdefault(unit)
+    def uses(self, unit: int) -> bool:
+        """Eager code of a forward has come to use a unit, as graphs do; whether it is new."""
+        known, self._used[unit] = unit in self._used, None
+        return not known
 
     def backend(
         self,
@@ -195,8 +196,7 @@ class Capture(Generic[R]):
         if kind is not GraphKind.BACKWARD:
             pair.saved_views = _saved_views(graph)
             self._used.update(dict.fromkeys(first_use_order(graph, self._unit_of)))
-        flops = unit_flops(graph, self._unit_of)
-        started = time.perf_counter()
+        flops, started = unit_flops(graph, self._unit_of), time.perf_counter()
         result = self._rewrite(graph)
         seconds = time.perf_counter() - started
         rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))

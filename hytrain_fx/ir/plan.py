@@ -173,6 +173,20 @@ class PlannedUnit(Protocol):
     def params(self) -> int: ...
 
 
+def renumbered(plan: Plan, units: Sequence[PlannedUnit]) -> Plan:
+    """The same plan for units that count in another order, found by their names.
+
+    The order is known once a forward has run, and a plan may have been saved then. As it is where
+    its names are not theirs, which `validate` tells of.
+    """
+    number = {unit.name: unit.index for unit in units}
+    if {row.unit_name for row in plan.rows} != set(number) or all(number[row.unit_name] == row.unit for row in plan.rows):
+        return plan
+    rows = sorted((replace(row, unit=number[row.unit_name]) for row in plan.rows), key=lambda row: (row.unit, row.begin))
+    ordered = replace(plan, rows=tuple(rows))
+    return replace(ordered, k=leading_device_units(ordered, units))
+
+
 def validate(plan: Plan, units: Sequence[PlannedUnit]) -> None:
     """Check that the plan's rows tile every unit, and only these units.
 

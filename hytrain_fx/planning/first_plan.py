@@ -10,7 +10,7 @@ from hytrain_fx.config import Config
 from hytrain_fx.cost_model.planner import prefix_plan
 from hytrain_fx.cost_model.reasons import given_share_reason
 from hytrain_fx.errors import ConfigError, HostMemoryError, UnsupportedError
-from hytrain_fx.ir.plan import Placement, Plan
+from hytrain_fx.ir.plan import Placement, Plan, renumbered
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
 from hytrain_fx.runtime.engine import Engine
@@ -37,7 +37,7 @@ def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Eng
     """
     known = units()
     if config.plan is not None:
-        plan = config.plan
+        plan = renumbered(config.plan, known)
     elif config.k != "auto":
         plan = fixed_plan(config, known)
     else:

@@ -43,6 +43,16 @@ class ModelUnits:
         order = tuple(unit.number for unit in self._registered) if self.capture is None else self.capture.unit_order
         return tuple(self._unit(index, number) for index, number in enumerate(order))
 
+    def fixed(self) -> tuple[Unit, ...]:
+        """The same, in this order from now on: profiles and plans count in it.
+
+        Units that no forward has used by now stay last.
+        """
+        if self.capture is not None:
+            for number in self.capture.unit_order:
+                self.capture.uses(number)
+        return self()
+
     def rows_of(self, unit: Unit) -> tuple[int, ...]:
         """Rows of its parameters, in the unit's order."""
         names = self._table.names

@@ -308,7 +308,7 @@ class Planning:
 
     def _measured(self, device_update_us_per_param: Callable[[], float]) -> Profile:
         """The profile of the steps just measured."""
-        units, device = self.units(), self._table.device
+        units, device = self.units.fixed(), self._table.device
         numels = {row: max(self._states.pieces.piece(row).numel, 1) for row in self._states.placement}
         measured = Measured(units, self._marks, self._reader.take(), self.units.of_rows(), numels, self._states.placement,
                             self._engine.workers, device, is_stage=self._config.pipeline is not None)

@@ -156,6 +156,10 @@ class EagerAccess:
         if torch.is_grad_enabled():
             self._uses_eagerly([row])
 
+    def touched_parameters(self) -> Iterable[nn.Parameter]:
+        """Those of `touched`."""
+        return [self._table.parameters[row] for row in tuple(self.touched)]
+
     def may_lose_memory(self, parameter: nn.Parameter) -> bool:
         """Whether its memory may be given back, or `state_dict()` is to have a copy of it.
 

@@ -116,8 +116,8 @@ class EagerReads:
             if unit not in self._waited:
                 self._waited.add(unit)
                 if unit not in self.read:
-                    self.read.add(unit)
                     self.on_first(unit)
+                    self.read.add(unit)
                 self._on_wait(self._units[unit].rows, self._current_stream() != self._stream)
         self._on_read(rows)
 

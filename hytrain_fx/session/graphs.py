@@ -37,6 +37,7 @@ from hytrain_fx.passes.insert_fetches import fetching_calls
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
+from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.eager_reads import EagerReads
@@ -132,9 +133,10 @@ class SessionGraphs:
         """By unit, in the forward's order: the most that any forward keeps for its backward."""
         return tuple(self._kept_bytes.get(number, 0) for number in self.capture.unit_order)
 
+    @whole()
     def _read_eagerly(self, unit: int) -> None:
-        self.capture.uses(unit)
-        self._number_units()
+        if self.capture.uses(unit):
+            self._number_units()
 
     def _number_units(self) -> None:
         """Units count in forward order from here on.
@@ -144,7 +146,8 @@ class SessionGraphs:
         for index, number in enumerate(self.capture.unit_order):
             for row in self._units[number].rows:
                 self._nodes.unit_of[row] = index
-                self._pieces.set_unit(row, index)
+                if self._pieces.unit(row) != index:
+                    self._pieces.set_unit(row, index)
 
     def capture_anew(self, passes: Sequence[GraphPass]) -> None:
         """Have every graph captured again, and these passes run on it."""

@@ -117,7 +117,7 @@ class Session:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
         stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning, self.config)
-        self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type())
+        self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type(), self.eager.touched_parameters)
         copies = self.copies if self.engine.takes_copies and copied else None
         self.pressure = MemoryPressure(self.planning, self.resources, self.nodes, self.ranks)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,

@@ -220,19 +220,21 @@ class PlainWhileRunning:
     What that code reads is no touch.
 
     Several threads may run it at a time.
+
+    touched    gives those that eager code has touched, which are guarded again as well
     """
 
-    def __init__(self, parameters: Sequence[Tensor], guarded: type[GuardedParameter]) -> None:
-        self._parameters, self._guarded = parameters, guarded
+    def __init__(self, parameters: Sequence[Tensor], guarded: type[GuardedParameter], touched: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters, self._guarded, self._touched = parameters, guarded, touched
         self._runs = 0  # compiled calls and backwards
-        self._plain: list[Tensor] = []  # to be guarded at the end of the last one
+        self._plain: dict[int, Tensor] = {}  # by `id`: to be guarded at the end of the last one
 
     def begin(self, of: Sequence[Tensor] | None = None) -> None:
         """A run begins, which reads no other parameters than these; None: it may read any."""
         with self._guarded.lock:
             self._runs += 1
             parameters = self._parameters if of is None else of
-            self._plain.extend(parameters)
+            self._plain.update(zip(map(id, parameters), parameters, strict=True))
             unguard_all(parameters)
 
     def end(self) -> None:
@@ -240,7 +242,8 @@ class PlainWhileRunning:
         with self._guarded.lock:
             self._runs -= 1
             if self._runs == 0:
-                guard_all(self._plain, self._guarded)
+                guard_all(self._plain.values(), self._guarded)
+                guard_all(self._touched(), self._guarded)
                 self._plain.clear()
 
     @contextmanager

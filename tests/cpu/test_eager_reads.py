@@ -16,6 +16,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.capture.units import group_units
 from hytrain_fx.errors import EngineError
+from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.runtime.native.op_reads import storage_of
 from hytrain_fx.session import eager_reads
@@ -324,6 +325,54 @@ def test_what_eager_code_reads_first_is_due_first(kind: type[Deep], expected: li
     assert due == {name: {index} for index, name in enumerate(expected)}
     hytrain_fx.close(model)
     require_same_as_plain(kind)
+
+
+def test_a_kept_plan_fits_a_model_that_has_not_run_yet() -> None:
+    """A plan counts units in the forward's order, which a new model learns in its first step."""
+    model, optimizer = _compiled(Stem, k=2)
+    _train(model, optimizer, 3)
+    kept = hytrain_fx.explain(model).plan
+    assert [row.unit_name for row in kept.rows[:3]] == ["stem", "layers.0", "layers.1"]
+    hytrain_fx.close(model)
+    model, optimizer = _compiled(Stem, k="auto", plan=Plan.from_json(kept.to_json()))
+    session = session_of(model)
+    for steps in (0, STEPS):
+        _train(model, optimizer, steps)
+        names = {session.table.names[of.piece.parameter] for of in session.states.placed if of.placement is Placement.GPU}
+        assert names == {"stem.weight", "stem.bias", "layers.0.weight", "layers.0.bias"}
+    assert session.planning.profile is not None
+    assert [(row.unit, row.unit_name, row.placement) for row in session.planning.plan.rows] == [
+        (row.unit, row.unit_name, row.placement) for row in kept.rows]
+    assert session.planning.plan.k == 2
+    hytrain_fx.close(model)
+
+
+class Late(Deep):
+    """Eager code that reads two more layers later on, the last one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more: Any = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.is_late = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        return self.more[0](self.more[1](x)) if self.is_late else x * 2
+
+
+def test_units_keep_their_numbers_once_times_are_measured() -> None:
+    """The plan in force counts in them: what a later forward reads first changes no number."""
+    model, optimizer = _compiled(Late)
+    session = session_of(model)
+    _train(model, optimizer)
+    assert session.planning.profile is not None
+    before = session.capture.unit_order
+    model.is_late = True
+    _train(model, optimizer)
+    assert session.capture.unit_order == before
+    assert [unit.name for unit in session.planning.units()][-2:] == ["more.0", "more.1"]
+    assert {"more.0", "more.1"} <= {session.units[number].name for number in session.eager.reads.read}
+    hytrain_fx.close(model)
 
 
 def test_a_failed_wait_in_eager_code_ends_the_forward() -> None:

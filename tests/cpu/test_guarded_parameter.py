@@ -19,7 +19,16 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.weights.guard import CountedParameter, GuardedParameter, guard, guard_type, is_guarded, touched, unguard_all
+from hytrain_fx.weights.guard import (
+    CountedParameter,
+    GuardedParameter,
+    PlainWhileRunning,
+    guard,
+    guard_type,
+    is_guarded,
+    touched,
+    unguard_all,
+)
 
 
 class Landing:
@@ -417,3 +426,26 @@ def test_wrapping_a_guarded_parameter_is_loud() -> None:
         nn.Parameter(parameter)
     landing.guard_all(6.0)
     assert torch.equal(nn.Parameter(parameter.data).detach(), full(6.0))
+
+
+def test_a_run_makes_only_what_it_reads_plain() -> None:
+    """Others stay guarded meanwhile, and what eager code has touched is guarded again."""
+    read, other, seen = parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    reached: list[nn.Parameter] = []
+    plain = PlainWhileRunning(parameters, guard_type(reached.append), lambda: reached)
+    plain.guard()
+    seen.sum()
+    assert type(seen) is CountedParameter
+    with plain.while_running([read]):
+        assert type(read) is nn.Parameter
+        assert is_guarded(other)
+        with plain.while_running([other]):
+            assert type(other) is nn.Parameter
+        assert not is_guarded(other)  # one is still running
+        read.sum()
+    assert all(map(is_guarded, parameters))
+    assert reached == [seen]
+    plain.begin()
+    assert [type(parameter) for parameter in parameters] == [nn.Parameter] * 3
+    plain.end()
+    assert all(map(is_guarded, parameters))

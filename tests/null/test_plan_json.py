@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.plan import Placement, Plan, PlanRow, validate
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow, renumbered, validate
 from hytrain_fx.ir.profile import Profile
 from tests.null.profiles import prefix, profiles, streaming_profiles, subset, uniform, unit
 
@@ -112,6 +112,28 @@ def test_overlap_and_absence_are_refused() -> None:
         validate(Plan((), 0, "test"), uniform(1).units)
     with pytest.raises(PlanError, match="places unit 2"):
         validate(prefix(uniform(3), 1), uniform(2).units)
+
+
+@given(profile=profiles(), data=st.data())
+def test_units_in_another_order_are_found_by_name(profile: Profile, data: st.DataObject) -> None:
+    """Each unit keeps its shares, k counts in the new order, and the way back is the plan."""
+    plan = prefix(profile, data.draw(st.integers(0, len(profile.units))))
+    order = data.draw(st.permutations(profile.units))
+    units = [replace(unit, index=index) for index, unit in enumerate(order)]
+    found = renumbered(plan, units)
+    validate(found, units)
+    place = {row.unit_name: (row.begin, row.end, row.placement) for row in plan.rows}
+    assert {row.unit_name: (row.begin, row.end, row.placement) for row in found.rows} == place
+    assert renumbered(found, profile.units) == plan
+    assert renumbered(plan, profile.units) is plan
+
+
+def test_a_plan_of_other_units_stays_as_it_is() -> None:
+    """`validate` is to say what does not fit."""
+    plan = prefix(uniform(3), 1)
+    assert renumbered(plan, uniform(2).units) is plan
+    with pytest.raises(PlanError, match="places unit 2"):
+        validate(plan, uniform(2).units)
 
 
 def test_names_and_k_must_agree() -> None:
