@@ -109,8 +109,8 @@ class Capture(Generic[R]):
         """All units in the order of first use in forwards so far; those not seen yet come last."""
         return tuple({**self._used, **{unit.number: None for unit in self.units}})
 
-    def uses(self, unit: int) -> bool:
-        """Eager code of a forward has come to use a unit, as graphs do; whether it is new."""
+    def next_in_order(self, unit: int) -> bool:
+        """This unit comes next, unless it has a place already; whether it had none."""
         known, self._used[unit] = unit in self._used, None
         return not known
 

@@ -50,7 +50,7 @@ class ModelUnits:
         """
         if self.capture is not None:
             for number in self.capture.unit_order:
-                self.capture.uses(number)
+                self.capture.next_in_order(number)
         return self()
 
     def rows_of(self, unit: Unit) -> tuple[int, ...]:

@@ -135,7 +135,7 @@ class SessionGraphs:
 
     @whole()
     def _read_eagerly(self, unit: int) -> None:
-        if self.capture.uses(unit):
+        if self.capture.next_in_order(unit):
             self._number_units()
 
     def _number_units(self) -> None:
