@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -175,8 +175,8 @@ def test_weights_are_guarded_after_a_call_that_was_broken_off_as_it_began(
     begin = plain.begin
     loss = twins.ours(*batch)
 
-    def broken_off() -> None:
-        begin()
+    def broken_off(*of: Sequence[torch.Tensor]) -> None:
+        begin(*of)
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(plain, "begin", broken_off)
