@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from sys import getrefcount
+from typing import Final
 
 import torch
 
@@ -15,7 +17,8 @@ from hytrain_fx.gradients.sources import HeldGradient, StandIns
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.store import StateStore
-from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
+from hytrain_fx.torch_private.tensors import get_grad, set_grad, use_count, without_torch_function
+from hytrain_fx.torch_private.trace import storage_uses_reader
 
 
 class HeldGradients:
@@ -27,6 +30,7 @@ class HeldGradients:
         self._engine = engine
         self._states = states
         self._standins = standins
+        self._uses_of, self._alone = storage_uses_reader()
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -53,6 +57,18 @@ class HeldGradients:
                 if self._held.pop(row, None) is not None:
                     self._standins.end_loan(row)
 
+    def kept_elsewhere(self, rows: Iterable[int]) -> list[int]:
+        """Those of these rows whose gradient somebody else has, who may write to it at any time.
+
+        Only once no item of a commit refers to it. Called `without_torch_function`.
+        """
+        return [row for row in rows if row in self._held and self._is_kept(row)]
+
+    def _is_kept(self, row: int) -> bool:
+        tensor = self._held[row]
+        # It is held here, by `tensor`, and by the source of the stand-in that `.grad` shows.
+        return getrefcount(tensor) > _HELD_HERE or use_count(tensor) > 1 or self._uses_of(tensor) > self._alone
+
     def let_go_of_all(self) -> None:
         """No update is running: nothing reads the gradients that are held."""
         self.let_go(list(self._held))
@@ -66,3 +82,14 @@ class HeldGradients:
         if any(map(self._engine.pending, rows)):
             self._engine.settle(rows)
             self.let_go([row])
+
+
+def _held_here() -> int:
+    """What `_is_kept` counts where nobody else refers to an object. Interpreters differ in it."""
+    held = {0: object()}
+    source = [held[0]]
+    tensor = held[0]
+    return getrefcount(tensor) if source else 0
+
+
+_HELD_HERE: Final = _held_here()

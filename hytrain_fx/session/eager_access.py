@@ -70,6 +70,7 @@ class EagerAccess:
     ) -> None:
         self.touched: set[int] = set()
         self.gradient_rows: set[int] = set()
+        self._gradient_read: set[int] = set()  # `id` of parameters whose real `.grad` somebody has got since the last step()
         self.last_gradient_rows: set[int] = set()
         self.writes = OutsideWrites(table, engine, states, held)
         on_change = nodes.gradients.groups.forget
@@ -100,7 +101,7 @@ class EagerAccess:
     def guard_type(self) -> type[GuardedParameter]:
         """The class of guarded parameters that tell of each access."""
         return guard_type(if_alive(self.touch), if_alive(self.settle_one), self._turns.state, if_alive(self.may_lose_memory),
-                          if_alive(self._elsewhere))
+                          if_alive(self._elsewhere), self._gradient_read)
 
     @whole()
     def settle_one(self, parameter: nn.Parameter) -> None:
@@ -155,6 +156,15 @@ class EagerAccess:
         self._outside.touched()
         if torch.is_grad_enabled():
             self._uses_eagerly([row])
+
+    @property
+    def reached(self) -> set[int]:
+        """Rows whose weight or gradient eager code may have written since the last `step()`."""
+        return self.touched | self.gradient_rows | self._rows_read()
+
+    def _rows_read(self) -> set[int]:
+        """Rows whose gradient on the device somebody may have written to unseen, or may keep."""
+        return {self._table.row_of[of] for of in tuple(self._gradient_read)}
 
     def touched_parameters(self) -> Iterable[nn.Parameter]:
         """Those of `touched`."""
@@ -313,7 +323,8 @@ class EagerAccess:
     def stepped(self, rows: Collection[int], held: Sequence[int]) -> None:
         """A `step()` has begun the updates of `rows`.
 
-        The weights of `held` are new when this returns, in the compute stream's order.
+        The weights of `held` are new when this returns, in the compute stream's order. So are those
+        whose gradient on the device somebody keeps: it may be written to.
         """
         self.host_copies.forget()
         self.copies.committed(rows)
@@ -321,6 +332,10 @@ class EagerAccess:
         self.writes.note(rows)
         self.writes.end_step()
         self._settle_held(held)
+        if kept := self._gradients.held.kept_elsewhere(self._rows_read()):
+            self.wait(kept)
+            self._gradients.held.let_go(kept)
+        self._gradient_read.clear()
         self.touched = set(held)  # whoever holds them may write to them at any time
         self.last_gradient_rows, self.gradient_rows = self.gradient_rows, set()
         self._accumulates, self._several_a_step = self._several_a_step, False

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,7 +33,7 @@ from hytrain_fx.passes.pipeline import chosen_passes
 from hytrain_fx.planning.marks import Mark, StepMarks
 from hytrain_fx.planning.planning import Planning
 from hytrain_fx.planning.watches import FinishedStep
-from hytrain_fx.runtime.engine import Engine, settling
+from hytrain_fx.runtime.engine import CommitItem, Engine, settling
 from hytrain_fx.runtime.garbage import uncollected
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.launch import make_engine
@@ -235,14 +235,14 @@ class Session:
                 self.nodes.gradients.end_sums()  # of a backward that ended in an error
             held = self.eager.before_step()
             read = self._all_rows if self.turns.called_elsewhere else ()  # perhaps after the backward has released them
-            built = self.builder.build(self.groups, self.eager.touched.union(self.eager.gradient_rows, read))
-            items = self.finite_steps.commit(built, self.groups, skip, self.steps_done + 1)
+            items: Sequence[CommitItem] = self.builder.build(self.groups, self.eager.reached.union(read))
+            items = self.finite_steps.commit(items, self.groups, skip, self.steps_done + 1)
             self.foresight.stepped(items, self.planning.aside.delay.lap_s())
             rows = self.builder.parameters_of(items)
             self.nodes.committed(rows)
-            count = len(self.table)
-            self.nodes.gradients.slots.taken.update([item.row for item in items if item.grad is None and item.row < count])
+            self.nodes.gradients.slots.taken.update([item.row for item in items if item.grad is None and item.row < len(self.table)])
             increment_versions([self.table.parameters[row] for row in rows])
+            del items  # whoever has a gradient on the device now may write to it
             self.eager.stepped(rows, held)
         self.turns.stepped()
         self.plain.guard()

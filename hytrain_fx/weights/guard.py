@@ -105,6 +105,7 @@ class GuardedParameter(CountedParameter):
     elsewhere: ClassVar[Callable[[nn.Parameter], Elsewhere | None]]
     lock: ClassVar[AbstractContextManager[object]]
     touching: ClassVar[set[int]]
+    gradient_read: ClassVar[set[int]]
 
     def detach(self) -> Tensor:
         """As any tensor's; `Module.state_dict()` gets the copy of a weight that rests elsewhere."""
@@ -129,9 +130,12 @@ class GuardedParameter(CountedParameter):
 
     @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
     def grad(self) -> Tensor | None:
-        """As any tensor's."""
+        """As any tensor's. Whoever gets a real one may write to it unseen (`.data`), or keep it."""
         with without_torch_function():
-            return get_grad(self)
+            grad = get_grad(self)
+        if type(grad) is Tensor and (read := getattr(type(self), "gradient_read", None)) is not None:  # another thread may change the class
+            read.add(id(self))
+        return grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -169,6 +173,7 @@ def guard_type(
     lock: AbstractContextManager[object] | None = None,
     stays: Callable[[nn.Parameter], bool | None] | None = None,
     elsewhere: Callable[[nn.Parameter], Elsewhere | None] | None = None,
+    gradient_read: set[int] | None = None,
 ) -> type[GuardedParameter]:
     """A class of guarded parameters that call `on_touch`.
 
@@ -179,9 +184,11 @@ def guard_type(
     lock      held meanwhile; one thread may take it twice
     stays     whether a parameter is guarded after a touch too: then each touch is told
     elsewhere where its weight rests, None: in its own memory
+    gradient_read   is given the `id` of each parameter whose `.grad` somebody gets as a real tensor
     """
     own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(settle or (lambda _: None)), "lock": lock or RLock(),
-           "stays": staticmethod(stays or (lambda _: False)), "elsewhere": staticmethod(elsewhere or (lambda _: None)), "touching": set()}
+           "stays": staticmethod(stays or (lambda _: False)), "elsewhere": staticmethod(elsewhere or (lambda _: None)), "touching": set(),
+           "gradient_read": set() if gradient_read is None else gradient_read}
     return new_class("GuardedParameter", (GuardedParameter,), exec_body=lambda body: body.update(own))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+import hytrain_fx
+from hytrain_fx.api import session_of
 from hytrain_fx.gradients.standin import GradStandIn
-from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.runtime.engine import CommitItem, Stage
 
 from .loops import Loop, Twins, plain_loop
 from .models import Batches, mlp
@@ -236,6 +238,52 @@ def test_a_gradient_buffer_may_be_written_right_after_step(twins: Twins, edit: b
         return losses
 
     twins.agree(loop)
+
+
+def test_gradients_that_were_taken_before_step_may_be_zeroed_after_it(twins: Twins) -> None:
+    """A list of all `.grad`, made before step() and zeroed after it, changes no running update."""
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for step in range(4):
+            loss = model(*batches[step % 3])
+            loss.backward()
+            taken = grads(model)
+            optimizer.step()
+            torch._foreach_zero_(taken)
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    twins.agree(loop)
+
+
+def test_an_update_on_the_device_waits_for_whoever_has_read_its_gradient() -> None:
+    """What is written through `.grad.data` counts no version: the update goes by step(), not by the
+    backward, in that step only.
+    """
+    torch._dynamo.reset()
+    made, batches = mlp()
+    model: Any
+    model, optimizer = hytrain_fx.compile(made, torch.optim.AdamW(made.parameters()), k=4)
+    engine = session_of(model).engine
+    at_end: list[list[bool]] = []
+    take = engine.commit
+
+    def commit(items: Sequence[CommitItem]) -> None:
+        at_end.append([item.at_end for item in items])
+        take(items)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "commit", commit)
+        for read in (False, True, False):
+            model(*batches[0]).backward()
+            if read:
+                model.last.weight.grad.data.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = len(list(model.parameters()))
+    assert at_end == [[False] * parameters, [False] * (parameters - 1) + [True], [False] * parameters]
 
 
 class OneLayer(nn.Module):
