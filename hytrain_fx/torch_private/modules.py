@@ -38,11 +38,11 @@ class Slots:
         return all(map(is_, map(dict.get, self._entries, self._names), self._values))
 
 
-def _code_of(method: str) -> CodeType:
-    found = getattr(nn.Module, method, None)
+def _code_of(method: str, of: type[nn.Module] = nn.Module) -> CodeType:
+    found = getattr(of, method, None)
     if found is None:
         raise UnsupportedError(
-            f"torch {torch.__version__} has no nn.Module.{method}; hytrain_fx needs it and was run on torch 2.11 and 2.13")
+            f"torch {torch.__version__} has no nn.{of.__name__}.{method}; hytrain_fx needs it and was run on torch 2.11 and 2.13")
     code: CodeType = found.__code__
     return code
 
@@ -51,6 +51,11 @@ SAVES: Final = _code_of("_save_to_state_dict")
 """Reads one module's own parameters for `state_dict()`, by `detach()`."""
 LOADS: Final = _code_of("_load_from_state_dict")
 """Writes them for `load_state_dict()`, by `copy_()`."""
+FAST_FORWARDS: Final = frozenset(_code_of("forward", of) for of in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention))
+"""In an evaluation they call one fast operator, of other bits than their usual ones.
+
+They do not where a weight has a `__torch_function__`, for which they ask first.
+"""
 
 
 def plain_call(model: nn.Module) -> MethodType:

@@ -40,7 +40,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
-from types import new_class
+from types import MethodType, new_class
 from typing import Any, ClassVar, Final, Protocol, cast
 
 import torch
@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from hytrain_fx.capture.parameters import ManagedParameter
 from hytrain_fx.runtime.interrupts import whole
-from hytrain_fx.torch_private.modules import LOADS, SAVES
+from hytrain_fx.torch_private.modules import FAST_FORWARDS, LOADS, SAVES
 from hytrain_fx.torch_private.tensors import delete_grad, get_grad, metadata_functions, set_data, set_grad, without_torch_function
 
 OnTouch = Callable[[nn.Parameter], None]
@@ -91,6 +91,38 @@ class CountedParameter(ManagedParameter):
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's own, which takes no contents either
         return str(_plainly(self, repr))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its effect is on the object, which no graph can hold
+def _torch_function(
+    _: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    kwargs = {} if kwargs is None else kwargs
+    if func in _TOUCHES_NOTHING:
+        with without_torch_function():
+            return func(*args, **kwargs)
+    reached = [touched(parameter) for parameter in _guarded_in((args, kwargs))]
+    if any(map(is_guarded, reached)):
+        if all(issubclass(kind, CountedParameter) for kind in types):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        # Another class has a say in what `func` does: it finds them as if nobody watched.
+        for parameter in reached:
+            parameter.__class__ = CountedParameter
+    return func(*args, **kwargs)
+
+
+class _TorchFunction:
+    """A class method, but for modules that ask whether there is one before they read the weight.
+
+    They find a plain parameter's, so they go the way that they go with plain ones.
+    """
+
+    def __get__(self, parameter: nn.Parameter | None, guarded: type[nn.Parameter]) -> Any:
+        if parameter is not None and sys._getframe(1).f_code in FAST_FORWARDS:
+            touched(parameter)
+            return nn.Parameter.__torch_function__
+        return MethodType(_torch_function, guarded)
 
 
 class GuardedParameter(CountedParameter):
@@ -147,24 +179,7 @@ class GuardedParameter(CountedParameter):
         with without_torch_function():
             delete_grad(self)
 
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its effect is on the object, which no graph can hold
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func in _TOUCHES_NOTHING:
-            with without_torch_function():
-                return func(*args, **kwargs)
-        reached = [touched(parameter) for parameter in _guarded_in((args, kwargs))]
-        if any(map(is_guarded, reached)):
-            if all(issubclass(kind, CountedParameter) for kind in types):
-                with without_torch_function():
-                    return func(*args, **kwargs)
-            # Another class has a say in what `func` does: it finds them as if nobody watched.
-            for parameter in reached:
-                parameter.__class__ = CountedParameter
-        return func(*args, **kwargs)
+    __torch_function__ = _TorchFunction()
 
 
 def guard_type(

@@ -11,6 +11,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from hytrain_fx.weights.guard import (
     GuardedParameter,
     PlainWhileRunning,
     guard,
+    guard_all,
     guard_type,
     is_guarded,
     touched,
@@ -449,3 +451,33 @@ def test_a_run_makes_only_what_it_reads_plain() -> None:
     assert [type(parameter) for parameter in parameters] == [nn.Parameter] * 3
     plain.end()
     assert all(map(is_guarded, parameters))
+
+
+LAYER = partial(nn.TransformerEncoderLayer, 16, 4, 32, batch_first=True)
+FAST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "encoder": (lambda: nn.TransformerEncoder(LAYER(), 2), lambda m, x, mask: m(x, src_key_padding_mask=mask)),
+    "layer": (LAYER, lambda m, x, mask: m(x, src_key_padding_mask=mask)),
+    "attention": (lambda: nn.MultiheadAttention(16, 4, batch_first=True), lambda m, x, mask: m(x, x, x, key_padding_mask=mask)[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("name", FAST)
+def test_modules_go_their_fast_way(name: str, stays: bool) -> None:
+    """An evaluation of a module that has a fast operator has its bits: zeros where words are
+    missing. Each weight is touched before.
+    """
+    make, run = FAST[name]
+    torch.manual_seed(0)
+    module, x = make().eval(), torch.randn(2, 5, 16)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    reached = set[int]()
+    guarded = guard_type(lambda parameter: reached.add(id(parameter)), stays=lambda _: stays)
+    with torch.no_grad():
+        expected = run(module, x, mask)
+        guard_all(module.parameters(), guarded)
+        found = run(module, x, mask)
+    assert torch.equal(found, expected)
+    assert reached == set(map(id, module.parameters()))
