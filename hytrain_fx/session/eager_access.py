@@ -94,7 +94,8 @@ class EagerAccess:
         # Gives every parameter its memory and weight, for good. Holds nothing of this.
         self.restore = partial(_call_each, (self.copies.restore, self.streamed.restore))
         nodes.gradients.on_eager_parts = weakly(self._listen)
-        self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self._read_in_forward))
+        self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self.settle), weakly(self._read_in_forward),
+                                weakly(self.writes.wrote))
 
     # ---- what guards and hooks call ----
 
@@ -279,13 +280,8 @@ class EagerAccess:
             self._listen(self._all_rows)
 
     @whole()
-    def _wait_in_forward(self, rows: Sequence[int], elsewhere: bool) -> None:
-        """An operator is about to read weights of these rows, a unit's.
-
-        `elsewhere`: on another stream than the forward's.
-        """
-        if elsewhere:  # what follows makes only this stream wait
-            self.settle(rows)
+    def _wait_in_forward(self, rows: Sequence[int]) -> None:
+        """An operator is about to read weights of these rows, a unit's."""
         self._nodes.wait_outside(rows)
 
     @whole()

@@ -2,7 +2,7 @@
 
     begin      before the forward's first eager code: nothing has been read
     (eager)    an operator is about to read a weight: its unit's new weights are waited for, as the
-               graphs' nodes do it, and `on_read` is told
+               graphs' nodes do it, and `on_read` is told; `on_write` where it is written
     in_graph   a compiled graph runs: its own nodes wait
     end        the forward is over
 
@@ -29,9 +29,11 @@ class EagerReads:
     """Watches the forwards of one session, one at a time.
 
     on_wait    called with the rows of a unit before the first operator that reads one of their
-               weights runs; the flag says that it runs on another stream than the one the forward
-               began on
+               weights runs
+    settle     called before it where that runs on another stream than the one the forward began on,
+               and for each further stream: what follows makes only the forward's wait
     on_read    called after it with the rows that the operator reads, once in a forward for each
+    on_write   called with those that it writes
 
     on_first   called with the number of a unit that no forward's eager code has read before
     """
@@ -40,18 +42,19 @@ class EagerReads:
         self,
         parameters: Sequence[torch.Tensor],
         units: Sequence[Unit],
-        on_wait: Callable[[Sequence[int], bool], None],
+        on_wait: Callable[[Sequence[int]], None],
+        settle: Callable[[Sequence[int]], None],
         on_read: Callable[[Sequence[int]], None],
+        on_write: Callable[[Sequence[int]], None],
     ) -> None:
         self._parameters = parameters
         self._units = units
         self._unit_of = unit_of_rows(units)
-        self._on_wait = on_wait
-        self._on_read = on_read
+        self._on_wait, self._settle, self._on_read, self._on_write = on_wait, settle, on_read, on_write
         self._watch: OperatorReads | None = None
         self._cannot = False
         self._rows_of: dict[int, list[int]] = {}  # by storage
-        self._waited: set[int] = set()  # units, in this forward
+        self._waited: dict[int, set[object]] = {}  # by unit, in this forward: the streams that may read it
         self._stream: object = None
         self.is_on = False
         self.on_first: Callable[[int], None] = lambda _: None
@@ -110,16 +113,26 @@ class EagerReads:
         watch.add(list(found))
         self._rows_of = found  # last: after an interrupt before, all are looked for again
 
-    def _told(self, storage: int) -> None:
-        rows = self._rows_of[storage]
+    def _told(self, storage: int, written: bool) -> None:
+        rows, stream = self._rows_of[storage], self._current_stream()
         for unit in dict.fromkeys(self._unit_of[row] for row in rows):
-            if unit not in self._waited:
-                self._waited.add(unit)
-                if unit not in self.read:
-                    self.on_first(unit)
-                    self.read.add(unit)
-                self._on_wait(self._units[unit].rows, self._current_stream() != self._stream)
+            waited = self._waited.setdefault(unit, set())
+            if stream not in waited:
+                self._wait(unit, is_first=not waited, elsewhere=stream != self._stream)
+                waited.add(stream)
         self._on_read(rows)
+        if written:
+            self._on_write(rows)
+
+    def _wait(self, unit: int, *, is_first: bool, elsewhere: bool) -> None:
+        rows = self._units[unit].rows
+        if is_first and unit not in self.read:
+            self.on_first(unit)
+            self.read.add(unit)
+        if elsewhere:
+            self._settle(rows)
+        if is_first:
+            self._on_wait(rows)
 
     def _current_stream(self) -> object:
         device = self._parameters[0].device

@@ -51,7 +51,8 @@ SAVES: Final = _code_of("_save_to_state_dict")
 """Reads one module's own parameters for `state_dict()`, by `detach()`."""
 LOADS: Final = _code_of("_load_from_state_dict")
 """Writes them for `load_state_dict()`, by `copy_()`."""
-FAST_FORWARDS: Final = frozenset(_code_of("forward", of) for of in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention))
+FAST_FORWARDS: Final = frozenset(
+    _code_of("forward", of) for of in (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention))
 """In an evaluation they call one fast operator, of other bits than their usual ones.
 
 They do not where a weight has a `__torch_function__`, for which they ask first.

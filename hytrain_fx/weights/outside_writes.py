@@ -5,6 +5,8 @@ They are noticed by version and address, and taken for the new masters.
     version    an in-place write to the parameter or to any `detach()` of it (`.data` of a managed
                parameter is one): the counter is shared
     address    `p.data = other`, `model.to(...)`, `vector_to_parameters`
+    operator   one that writes a weight in a forward, also through `.data`, which counts no version
+               there (`wrote`)
     touched    on the CPU, weights that eager code has reached: numpy and DLPack aliases have no
                counter, and comparing is cheap there
 
@@ -68,7 +70,7 @@ class OutsideWrites:
         with without_torch_function():
             self._forms = [_Form.of(p) for p in table.parameters]
             self._memory = self._memory_now()
-            self._moved: set[int] = set()  # rows in other memory, whose masters may be of what the old one held
+            self._written: set[int] = set()  # rows that were, and rows in other memory, whose masters may be of what the old one held
             self._versions = list(map(_version_of, table.parameters))
         self._watched: dict[int, int] = {}  # steps since eager code has reached them, by row
 
@@ -88,6 +90,10 @@ class OutsideWrites:
                         self._states.follow_weight(row)
                     self._states.keep_weight(row, True)
                 self._watched[row] = 0
+
+    def wrote(self, rows: Collection[int]) -> None:
+        """An operator is about to write these weights, whether a version counts it or not."""
+        self._written.update(rows)
 
     def end_step(self) -> None:
         """Stop watching what eager code has not reached for some steps."""
@@ -127,7 +133,7 @@ class OutsideWrites:
                         self._states.pieces.set_weight(row, self._table.parameters[row].detach())
                     self._states.follow_memory(row)
             self._memory = now
-            self._moved.update(moved)
+            self._written.update(moved)
             return set(moved)
 
     def follow(self, touched: Collection[int]) -> set[int]:
@@ -137,7 +143,7 @@ class OutsideWrites:
         """
         with torch.no_grad(), without_torch_function():
             self.follow_memory()
-            written, self._moved = self._moved, set()
+            written, self._written = self._written, set()
             now = list(map(_version_of, self._table.parameters))
             if now != self._versions:
                 written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
@@ -157,12 +163,12 @@ class OutsideWrites:
         """
         copies = self._states.copies
         seen = touched if self._table.device.type == "cpu" else ()
-        written = [row for row in copies if copies[row].current and (not self.is_ours(row) or row in self._moved or row in seen)]
+        written = [row for row in copies if copies[row].current and (not self.is_ours(row) or row in self._written or row in seen)]
         if written:
             self._engine.drain(written)
             for row in written:
                 self._states.follow_weight(row)
-            self._moved.difference_update(written)
+            self._written.difference_update(written)
             self.note(written)
 
     def note_all(self, rows: Collection[int]) -> None:

@@ -21,6 +21,7 @@ from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.runtime.native.op_reads import storage_of
 from hytrain_fx.session import eager_reads
 from hytrain_fx.session.eager_access import EagerAccess
+from hytrain_fx.weights.outside_writes import OutsideWrites
 
 from .loops import HYPER, HandAdam, assert_same, weights
 
@@ -119,6 +120,16 @@ class Writes(Deep):
         return x
 
 
+class WritesUnseen(Deep):
+    """The same through `.data`, which counts no version in the forward."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        self.layers[3].weight.data.clamp_(-0.1, 0.1)
+        torch._foreach_mul_([self.layers[2].weight.data], 0.99)
+        return x
+
+
 class Loss(Deep):
     """The break comes last: at a loss that Dynamo does not capture."""
 
@@ -149,7 +160,7 @@ class Recurrent(Deep):
         return self.lstm(x[:, None].expand(-1, 3, -1))[0].mean(1)  # type: ignore[no-any-return]
 
 
-MODELS: tuple[type[Deep], ...] = (Deep, Disabled, ViewHandedOn, Penalty, Foreign, Chunks, Writes, Loss, Uncaptured, Recurrent)
+MODELS: tuple[type[Deep], ...] = (Deep, Disabled, ViewHandedOn, Penalty, Foreign, Chunks, Writes, WritesUnseen, Loss, Uncaptured, Recurrent)
 
 
 @pytest.fixture
@@ -219,6 +230,13 @@ def require_same_as_plain(kind: type[Deep], device: str = "cpu", **options: Any)
 def test_slow_updates_change_no_bit(kind: type[Deep], options: dict[str, Any]) -> None:
     """Whatever eager code reads, writes or hands to kernels, it finds this step's weights."""
     require_same_as_plain(kind, **options)
+
+
+def test_writes_are_seen_where_touched_weights_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what eager code of the forward writes through `.data` becomes the master."""
+    follow = OutsideWrites.follow
+    monkeypatch.setattr(OutsideWrites, "follow", lambda self, touched: follow(self, ()))
+    require_same_as_plain(WritesUnseen)
 
 
 @pytest.mark.parametrize("kind", [Deep, Disabled, Uncaptured])
@@ -458,7 +476,7 @@ def test_an_interrupted_look_for_storages_is_done_again(monkeypatch: pytest.Monk
     model, read = Deep(), list[int]()
     parameters = list(model.parameters())
     reads = eager_reads.EagerReads(parameters, group_units(model, [name for name, _ in model.named_parameters()]),
-                                   lambda rows, elsewhere: None, read.extend)
+                                   lambda rows: None, lambda rows: None, read.extend, lambda rows: None)
     asked = list[int]()
 
     def interrupted(tensor: Tensor) -> int:

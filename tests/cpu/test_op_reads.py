@@ -65,8 +65,9 @@ def test_a_read_is_told_once_before_it_runs(name: str) -> None:
     nn.init.constant_(expected.weight, 3.0)
     told: list[int] = []
 
-    def put(storage: int) -> None:
-        told.append(storage)
+    def put(storage: int, written: bool) -> None:
+        if not (written and told):  # one that makes a view, and then one that writes it
+            told.append(storage)
         with torch.no_grad():
             module.weight.fill_(3.0)
 
@@ -88,11 +89,39 @@ def test_a_read_is_told_once_before_it_runs(name: str) -> None:
     watch.raise_failed()
 
 
+WRITES: dict[str, tuple[Callable[[nn.Linear], object], bool]] = {
+    "in place": (lambda m: m.weight.data.clamp_(0, 1), True),
+    "view": (lambda m: m.weight.data[0].zero_(), True),
+    "out": (lambda m: torch.add(X[0], X[0], out=m.weight.data[0]), True),
+    "foreach": (lambda m: torch._foreach_mul_([m.weight.data], 2.0), True),
+    "target": (lambda m: m.weight.data.copy_(torch.ones(8, 8)), True),
+    "source": (lambda m: torch.ones(8, 8).copy_(m.weight.data), False),
+    "module": (lambda m: m(X), False),
+    "view alone": (lambda m: m.weight.view(-1), False),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_told_as_one(name: str) -> None:
+    """Once, also after a read, and not of an operator that only reads."""
+    module, (run, writes) = nn.Linear(8, 8), WRITES[name]
+    told: list[bool] = []
+    watch = OperatorReads(lambda storage, written: told.append(written))
+    watch.add([storage_of(module.weight)])
+    watch.begin()
+    with torch.no_grad():
+        module.weight.sum()
+        run(module)
+        run(module)
+    watch.end()
+    assert told == [False] + [True] * writes
+
+
 def test_nothing_is_told_of_others() -> None:
     """Other tensors, other threads, a pause, and the time after `end` are no reads."""
     module = nn.Linear(8, 8)
     told: list[int] = []
-    watch = OperatorReads(told.append)
+    watch = OperatorReads(lambda storage, written: told.append(storage))
     watch.add([storage_of(module.weight)])
     watch.begin()
     X.sum()
@@ -114,11 +143,11 @@ def test_two_watches_are_both_told() -> None:
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     told: list[str] = []
 
-    def outer_told(storage: int) -> None:
+    def outer_told(storage: int, written: bool) -> None:
         told.append("outer")
         second(X)
 
-    outer, inner = OperatorReads(outer_told), OperatorReads(lambda storage: told.append("inner"))
+    outer, inner = OperatorReads(outer_told), OperatorReads(lambda storage, written: told.append("inner"))
     outer.add([storage_of(first.weight)])
     inner.add([storage_of(second.weight)])
     outer.begin()
@@ -135,7 +164,7 @@ def test_what_was_told_is_watched_again() -> None:
     """Not what was never added, nor what was cleared."""
     module, other = nn.Linear(8, 8), nn.Linear(8, 8)
     told: list[int] = []
-    watch = OperatorReads(told.append)
+    watch = OperatorReads(lambda storage, written: told.append(storage))
     watch.add([storage_of(module.weight)])
     for _ in range(2):
         watch.again()
@@ -158,7 +187,7 @@ def test_a_read_may_end_the_watch_of_others() -> None:
     both = [storage_of(module.weight), storage_of(module.bias)]
     told: list[int] = []
 
-    def once(storage: int) -> None:
+    def once(storage: int, written: bool) -> None:
         told.append(storage)
         watch.clear()
 
@@ -175,7 +204,7 @@ def test_what_is_raised_is_kept() -> None:
     """torch drops what a callback raises; the first one is raised where it is asked for."""
     module = nn.Linear(8, 8)
 
-    def fail(storage: int) -> None:
+    def fail(storage: int, written: bool) -> None:
         raise ArithmeticError(storage)
 
     watch = OperatorReads(fail)

@@ -25,8 +25,24 @@ class OtherStream(Deep):
         return y + x @ self.layers[3].weight  # type: ignore[no-any-return]
 
 
+class OtherStreamLater(Deep):
+    """The forward's stream is the first to read; the other one waits for nothing of it."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def between(self, x: Tensor) -> Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(main)
+        y = x @ self.layers[3].weight
+        with torch.cuda.stream(side):
+            z = x @ self.layers[3].weight
+            z = z + x @ self.layers[3].weight + self.layers[3].bias
+        main.wait_stream(side)
+        z.record_stream(main)
+        return y + z  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("options", [{}, {"stream": 1.0}, {"engine": "torch"}, {"k": 2}], ids=["host", "streamed", "torch engine", "k"])
-@pytest.mark.parametrize("kind", [*MODELS, OtherStream])
+@pytest.mark.parametrize("kind", [*MODELS, OtherStream, OtherStreamLater])
 def test_slow_updates_change_no_bit(kind: type[Deep], options: dict[str, Any]) -> None:
     """Losses and weights are those of the plain compiled loop."""
     require_same_as_plain(kind, "cuda", **options)

@@ -1,10 +1,11 @@
-"""Which of some tensors an operator of eager code is about to read, told before it runs.
+"""Which of some tensors an operator of eager code is about to read or write, told before it runs.
 
     watch = OperatorReads(on_read)        built with torch's headers at first use: 5 s
     watch.add([storage, ...])             addresses of storages (`storage_of`)
     watch.again()                         those that were told too, next time
     watch.begin()                         this thread's operators are looked at: 0.3 us each
-    module(x)                             on_read(storage) for each, once, before its first reader
+    module(x)                             on_read(storage, False) for each, before its first reader
+    weight.mul_(2)                        on_read(storage, True), before the first that writes it
     watch.end()
 
 Views of a tensor have its storage, so they are seen too, and so are lists and what an
@@ -28,20 +29,21 @@ from hytrain_fx.runtime.native import build
 class OperatorReads:
     """The reads of watched storages by operators of the threads that it is on in.
 
-    `on_read` is called with the address of a storage, which is not watched from then on, and not
-    while another call of it runs. What it raises is kept, for `raise_failed`: torch would drop it.
+    `on_read` is called with the address of a storage, and whether it is written: once for each, and
+    again for a storage that is read on another CUDA stream than the last time. Not while another
+    call of it runs. What it raises is kept, for `raise_failed`: torch would drop it.
 
     Raises EngineError where the library cannot be built.
     """
 
-    def __init__(self, on_read: Callable[[int], None]) -> None:
+    def __init__(self, on_read: Callable[[int, bool], None]) -> None:
         self._library = _library()
         failed: list[BaseException] = []
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # where torch.compile runs a model in parts, it would trace this
-        def told(storage: int) -> None:
+        def told(storage: int, written: int) -> None:
             try:
-                on_read(storage)
+                on_read(storage, bool(written))
             except BaseException as error:
                 failed.append(error)
 
@@ -58,7 +60,7 @@ class OperatorReads:
         self._library.hytrain_fx_watch_add(self._watch, (ctypes.c_void_p * len(storages))(*storages), len(storages))
 
     def again(self) -> None:
-        """Watch those again that were told. Where `add` may be called."""
+        """Tell of all again. Where `add` may be called."""
         self._library.hytrain_fx_watch_again(self._watch)
 
     def clear(self) -> None:
@@ -97,7 +99,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-_ON_READ = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_ON_READ = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
 
 
 def torch_build(*libraries: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
