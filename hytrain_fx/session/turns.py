@@ -30,7 +30,9 @@ from hytrain_fx.torch_private.autograd import running_backward
 
 CHECK_LOCKS: Final = "HYTRAIN_FX_CHECK_LOCKS"
 _ORDER: Final = ("calls", "compiles", "state")
-_READ_STEPS: Final = 16  # after another thread has last read a weight
+_READ_STEPS: Final = 16  # after another thread has last read a weight, the first time
+_MORE: Final = 8  # so many times as many for one that comes again after them: it may come at any time
+_MOST_READ_STEPS: Final = 10_000
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,6 +103,7 @@ class Turns:
         self._loop = threading.get_ident()
         self._forks = False  # with `state`
         self._steps_to_settle = 0
+        self._read_steps = 0
 
     @property
     def is_elsewhere(self) -> bool:
@@ -120,7 +123,9 @@ class Turns:
     def read(self) -> None:
         """A weight is read outside the compiled call."""
         if self.is_elsewhere:
-            self._steps_to_settle = _READ_STEPS
+            if self._steps_to_settle == 0:
+                self._read_steps = min(max(_READ_STEPS, _MORE * self._read_steps), _MOST_READ_STEPS)
+            self._steps_to_settle = self._read_steps
 
     def stepped(self) -> None:
         """The calling thread has called `step()`."""
