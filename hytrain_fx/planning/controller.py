@@ -144,6 +144,7 @@ TRANSITIONS: dict[tuple[State, Event], _Next] = {
     (state, event): _RULES[state].get(event, (state, Action.NOTHING)) for state in State for event in Event
 }
 """Total: an event that a state has no rule for leaves everything alone."""
+_WATCHING = (State.SETTLED, State.BALANCING)
 # they do not say why things are so
 _QUIET = (Event.STEPPED, Event.ORDER_KNOWN, Event.ENDS, Event.PLACED)
 
@@ -222,7 +223,7 @@ class Controller:
     @property
     def may_try(self) -> bool:
         """Whether a trial can begin now."""
-        return self.state in (State.SETTLED, State.BALANCING)
+        return self.state in _WATCHING and not self._promise.rests(self._report)
 
     def saw(self, report: StepReport) -> Decision:
         """A step has ended."""
@@ -259,7 +260,7 @@ class Controller:
             return lost if report.lost else (Event.MEASURED, self._why)
         if self.state is State.TRYING:
             return self._tried(report)
-        return self._watched(report) if self.may_try else (Event.STEPPED, "")
+        return self._watched(report) if self.state in _WATCHING else (Event.STEPPED, "")
 
     def _before_measuring(self, report: StepReport) -> tuple[Event, str]:
         if report.order_known:

@@ -258,7 +258,7 @@ class Planning:
             self._due = _Due(Event.PLACED, better)
 
     def _try_streaming(self) -> None:
-        if self._table.device.type != "cuda" or self.last.tries:  # a CPU's steps are too uneven
+        if self._table.device.type != "cuda" or self.last.tries or not self.controller.may_try:  # a CPU's steps are too uneven
             return
         self._stream_trial.look(self.plan, self.units(), self.last.steps_us, self.discipline, self.solver.predict)
         if not self._agreed_trials:

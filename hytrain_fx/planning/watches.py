@@ -240,12 +240,16 @@ class Promise:
         self._seen, self._settling = 0, _SETTLING_STEPS
 
     def rest(self, until: int) -> None:
-        """Nothing is doubted until so many steps are done."""
+        """Nothing is doubted or tried until so many steps are done."""
         self._rests_until = until
+
+    def rests(self, report: StepReport) -> bool:
+        """Whether that is still so."""
+        return report.steps_done < self._rests_until
 
     def saw(self, report: StepReport) -> None:
         """A step has ended."""
-        if self._settling or report.steps_done < self._rests_until or not report.steps_us:
+        if self._settling or self.rests(report) or not report.steps_us:
             self._settling = max(self._settling - 1, 0)
         else:
             self._steps_us.append(report.steps_us[-1])
@@ -269,12 +273,16 @@ class Promise:
 
     def begin_trial(self, report: StepReport) -> None:
         """All states go to the device; the trial is compared with the steps judged last."""
-        self._what, self._predicted_us = _ON_DEVICE, report.predicted_us or 0.0
+        self._begin_trial(_ON_DEVICE, report.predicted_us or 0.0)
 
     def begin_stream_trial(self, report: StepReport) -> None:
         """All states on the host are streamed; the trial is compared with the last steps."""
-        self._what, self._predicted_us = _STREAMED, 0.0
+        self._begin_trial(_STREAMED, 0.0)
         self._before_us = median(report.steps_us[-PROMISE_STEPS:])
+
+    def _begin_trial(self, what: str, predicted_us: float) -> None:
+        self._what, self._predicted_us = what, predicted_us
+        self._rests_until = 0  # its own steps are judged
 
     def trial(self) -> Trial | None:
         """How it ended; None where too few steps have reported."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from hytrain_fx.cost_model.balance import streamed_share
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import predict, prefix_plan
@@ -12,6 +14,7 @@ from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.controller import Action, Event, State
 from hytrain_fx.planning.stream_trial import StreamTrial
+from hytrain_fx.planning.watches import REST_STEPS
 
 from .controlled import Program
 from .profiles import uniform
@@ -140,3 +143,34 @@ def test_the_controller_keeps_what_pays_and_brings_back_what_does_not() -> None:
         assert "streamed updates of all states on the host were tried" in ended.why
         assert str(program.controller.state) == State.SETTLED
         assert program.controller.hope == 1.0
+
+
+@pytest.mark.parametrize(("step_us", "event"), [(800.0, Event.PAID), (990.0, Event.VAIN)])
+def test_a_trial_within_the_rest_after_another_ends(step_us: float, event: Event) -> None:
+    """Its steps count: it ends after 3 that settle and 8 that are compared."""
+    program = after_a_vain_trial()
+    program.controller.hear(Event.UNTRIED, "it may be faster")
+    program.controller.hear(Event.PLACED)
+    seen = [program.step(step_us).event for _ in range(11)]
+    assert seen == [Event.STEPPED] * 10 + [event]
+
+
+def test_no_trial_begins_within_the_rest_after_another() -> None:
+    """Nor is one offered to other ranks. The rest lasts 500 steps."""
+    program = after_a_vain_trial()
+    begun, may = program.done, [program.controller.may_try]
+    while program.done < begun + REST_STEPS:
+        program.step()
+        may.append(program.controller.may_try)
+    assert may == [False] * REST_STEPS + [True]
+
+
+def after_a_vain_trial() -> Program:
+    """A program whose trial has just ended."""
+    program = Program(every=10_000)
+    program.steps(40)
+    program.controller.hear(Event.UNTRIED, "it may be faster")
+    program.controller.hear(Event.PLACED)
+    program.steps(11)
+    assert program.controller.state is State.SETTLED
+    return program
