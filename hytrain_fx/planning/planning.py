@@ -159,8 +159,8 @@ class Planning:
 
     def _after_step(self, agreed: Agreed | None) -> None:
         self.captured_steps += self._marks.captured
-        if self.recording or self.last.steps_done <= self.held:  # what was measured before is lost, and is measured again later
-            self.do(self.controller.hear(Event.LOST, "steps were recorded or shared meanwhile"))
+        if self.recording or self.last.steps_done <= self.held:
+            self.stop_measuring(recording=self.recording)
             return
         if self._reader.is_reading:
             self._reader.step_ended()
@@ -168,6 +168,11 @@ class Planning:
             self._begin_streaming()
         elif self._due is None:
             self.do(self.controller.saw(self._report(agreed)))
+
+    def stop_measuring(self, *, recording: bool) -> None:
+        """What was measured is lost, and nothing is measured in a recording of the caller's."""
+        self.recording = recording
+        self.do(self.controller.hear(Event.LOST, "steps were recorded or shared meanwhile"))
 
     @property
     def _can_measure(self) -> bool:
@@ -224,8 +229,6 @@ class Planning:
                 self.want(self.solver.all_on_device(self.profile, self.guard, self.discipline), decision.why)
             case Action.BACK:
                 self.want(self._before_trial, decision.why)
-            case _:
-                pass
         if decision.event in (Event.PAID, Event.VAIN):
             self._stream_trial.ended(paid=decision.event is Event.PAID)
         if decision.event in _NOTED and decision.why not in self.plan.notes:
@@ -249,7 +252,8 @@ class Planning:
         if self.profile is not None:
             better = self.solver.predicted(self.profile, better, self.discipline)
             if self._saw_streaming and not self._balancing.lane_is_late:
-                present_us, better_us = self._predict(self.profile, self.plan)["step_us"], better.predicted["step_us"]
+                present_us = self.solver.predict(self.profile, self.plan, self.discipline)["step_us"]
+                better_us = better.predicted["step_us"]
                 if not repays(present_us, better_us, self._moves.switch_us):
                     why = f"{better.notes[-1]}: predicted {time_text(better_us)} a step instead of {time_text(present_us)}"
                     self.controller.hear(Event.CONTRADICTED, f"not moved: {why}")
@@ -355,13 +359,9 @@ class Planning:
         present, why = self.plan, f"{_AGAIN} {self.last.steps_done} steps: {why}"
         inputs = inputs_of(profile, self.guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
         notes = (*(note for note in present.notes if not note.startswith(_AGAIN)), why)
-        if predicted is None:
-            predicted = self._predict(profile, present)
+        predicted = predicted or self.solver.predict(profile, present, self.discipline)
         self.history[-1] = replace(present, predicted=predicted, inputs=present.inputs | inputs, notes=notes)
         self.controller.hear(Event.STAYED, why)
-
-    def _predict(self, profile: Profile, plan: Plan) -> dict[str, float]:
-        return self.solver.predict(profile, plan, self.discipline)
 
     @contextmanager
     def putting_in_force(self, new: Plan) -> Iterator[None]:

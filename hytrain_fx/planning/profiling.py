@@ -110,8 +110,9 @@ class StepReader:
         self._time_fetches(False)
 
     def forget(self) -> None:
-        """What was read is of no use: the records belong to somebody else."""
-        self._ends_us = []
+        """No more steps, and what was read is of no use."""
+        self.end()
+        self.take()
 
     def take(self) -> ReadSteps:
         """What was read, and what has ended since."""

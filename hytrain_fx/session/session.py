@@ -282,7 +282,7 @@ class Session:
 
     def record(self, on: bool) -> None:
         """Keep what runs when. Meanwhile no plan is made: the engine's records are the caller's."""
-        self.planning.recording = on
+        self.planning.stop_measuring(recording=on)
         self.engine.record(on)
         self.nodes.fetched.times.record(on)
 

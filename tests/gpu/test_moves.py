@@ -84,7 +84,7 @@ def test_what_became_of_a_gradient_is_timed_on_the_host_s_clock() -> None:
     """
     model, optimizer = compiled(torch.bfloat16, PLACES["host"])
     session, data = session_of(model), batches()
-    session.planning.recording = True  # the planner leaves the engine's records alone
+    session.planning.stop_measuring(recording=True)  # the planner leaves the engine's records alone
     for _ in range(2):
         session.drain()
         session.engine.take_records()
