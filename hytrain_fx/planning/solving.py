@@ -191,26 +191,28 @@ def expected_us(plan: Plan, hope: float) -> float:
 class MoveCosts:
     """What moving states has cost in this session.
 
-    `switch_us` is the last change between CPU and STREAM, which copies nothing.
+    `switch_us` is the last change between CPU and STREAM, which copies nothing. What a move took
+    beyond that is for its bytes. It is summed over all moves, so that a small one, most of whose
+    time was no copying, says little of a large one.
     """
 
     def __init__(self, sizes: StateSizes, states: StateStore) -> None:
         self.switch_us = 0.0
         self._sizes = sizes
         self._states = states
-        self._us_per_byte: float | None = None
+        self._copied_us, self._copied_bytes = 0.0, 0
 
     def took(self, before: Sequence[PlacedPiece], took_us: float) -> None:
         """States have moved from `before` to where they are."""
         moved_bytes = self._sizes.moved_bytes(before, self._states.placed)
         if moved_bytes:
-            self._us_per_byte = took_us / moved_bytes
+            self._copied_us += max(took_us - self.switch_us, 0.0)
+            self._copied_bytes += moved_bytes
         else:
             self.switch_us = took_us
 
     def cost_us(self, profile: Profile, wanted: Sequence[PlacedPiece]) -> float:
-        """The cost of a move to `wanted`: as the last one took, else as gradients travel."""
-        us_per_byte = self._us_per_byte
-        if us_per_byte is None:
-            us_per_byte = (profile.d2h_us + profile.h2d_us) / sum(2 * unit.grad_bytes for unit in profile.units)
-        return self._sizes.moved_bytes(self._states.placed, wanted) * us_per_byte
+        """The cost of a move to `wanted`, at the rate of all moves and of a step's gradients."""
+        copied_us = self._copied_us + profile.d2h_us + profile.h2d_us
+        copied_bytes = self._copied_bytes + sum(2 * unit.grad_bytes for unit in profile.units)
+        return self.switch_us + self._sizes.moved_bytes(self._states.placed, wanted) * copied_us / copied_bytes

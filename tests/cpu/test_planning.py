@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hytrain_fx.planning.controller import State
 from hytrain_fx.planning.planning import Planning
+from hytrain_fx.planning.solving import MoveCosts
 
 from .test_replan import Run, running
 
@@ -85,3 +88,59 @@ def test_a_recording_has_the_records_of_its_steps(measuring: tuple[Run, list[boo
     run.session.record(False)
     assert told == [False, True, False]
     assert run.session.planning.controller.state is State.ASKED
+
+
+# ---- What a move costs ----
+
+
+GRAD_BYTES = 2_000_000_000
+LARGE_BYTES = 6 * GRAD_BYTES
+US_PER_BYTE = 4e-5  # 25 GB/s
+
+
+class Moves:
+    """Costs of moves of so many bytes, in a model whose gradients go both ways at 25 GB/s."""
+
+    def __init__(self) -> None:
+        self.costs = MoveCosts(SimpleNamespace(moved_bytes=lambda before, after: after), SimpleNamespace(placed=0))  # type: ignore[arg-type]
+        link_us = GRAD_BYTES * US_PER_BYTE
+        self._profile: Any = SimpleNamespace(d2h_us=link_us, h2d_us=link_us, units=[SimpleNamespace(grad_bytes=GRAD_BYTES)])
+
+    def took(self, nbytes: int, us: float) -> None:
+        self.costs._states.placed = nbytes  # type: ignore[assignment, misc]
+        self.costs.took((), us)
+
+    def cost_us(self, nbytes: int) -> float:
+        return self.costs.cost_us(self._profile, nbytes)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 50_000), min_size=1, max_size=3), st.floats(0, 300e3))
+def test_small_moves_say_little_of_large_ones(small: list[int], us: float) -> None:
+    """A move of a norm waits for every update like any other, and copies nearly nothing.
+
+    A large move is expected to take what its bytes do, and three times what those took in all.
+    """
+    moves = Moves()
+    for nbytes in small:
+        moves.took(nbytes, us)
+    assert LARGE_BYTES * US_PER_BYTE <= 1.001 * moves.cost_us(LARGE_BYTES) <= 1.01 * (LARGE_BYTES * US_PER_BYTE + 3 * us * len(small))
+
+
+@given(st.floats(0.1, 10.0))
+def test_large_moves_tell_their_rate(slower: float) -> None:
+    """Beside a step's gradients, which count as a move, the first of them counts three times."""
+    moves, real_us = Moves(), slower * LARGE_BYTES * US_PER_BYTE
+    moves.took(LARGE_BYTES, real_us)
+    assert min(slower, 1.0) - 0.01 <= moves.cost_us(LARGE_BYTES) / (LARGE_BYTES * US_PER_BYTE) <= max(slower, 1.0) + 0.01
+    assert 0.75 * real_us <= moves.cost_us(LARGE_BYTES) <= 3.3 * real_us
+    for _ in range(20):
+        moves.took(LARGE_BYTES, real_us)
+    assert moves.cost_us(LARGE_BYTES) == pytest.approx(real_us, rel=0.15)
+
+
+def test_what_copies_nothing_is_paid_by_every_move() -> None:
+    """And is no part of the rate."""
+    moves = Moves()
+    moves.took(0, 200e3)
+    moves.took(LARGE_BYTES, 200e3 + LARGE_BYTES * US_PER_BYTE)
+    assert moves.cost_us(LARGE_BYTES) == pytest.approx(200e3 + LARGE_BYTES * US_PER_BYTE)
