@@ -114,6 +114,8 @@ class ShareControl:
         if self.phase in (Phase.FIXED, Phase.NONE) or step.sequences < 2 or step.by_cpu != self.by_cpu(step.sequences):
             self._note_fixed(step)
             return
+        if self.holds_states and not step.by_cpu:
+            return  # a batch too small to be shared tells no rate of the CPU
         if self._settling:
             self._settling -= 1
             return
@@ -142,8 +144,9 @@ class ShareControl:
 
     def _end_window(self) -> None:
         solved = self._solve()
-        change = solved.best - self.by_cpu(solved.sequences)
-        direction = (change > 0) - (change < 0)
+        present = self.by_cpu(solved.sequences)
+        wanted = solved.by_cpu or min(solved.best, present)  # where none pays, not more than now
+        direction = (wanted > present) - (wanted < present)
         if not direction and self._is_no_shorter(solved):
             self._give_up(solved)
             return
@@ -209,11 +212,11 @@ class ShareControl:
 
 
 def times_of(steps: Sequence[SharedStep], around_us: float) -> ShareTimes:
-    """What these steps say of a batch as large as their last one.
+    """What these steps say of a batch of their usual size. The last one of an epoch may be small.
 
     around_us   of a step: with neither part at work
     """
-    sequences = steps[-1].sequences
+    sequences = statistics.median_high(step.sequences for step in steps)
     return ShareTimes(
         sequences,
         device_us=sequences * _median(steps, lambda step: step.device_us / (step.sequences - step.by_cpu)),

@@ -138,6 +138,40 @@ def test_one_slow_step_moves_nothing() -> None:
     assert control.moves == 1
 
 
+@given(every=st.integers(3, 9), first=st.integers(0, 8), small=st.integers(2, 20))
+def test_small_last_batches_change_no_share(every: int, first: int, small: int) -> None:
+    """An epoch ends with what is left of the data, wherever that falls in a window of steps."""
+    of, control = machine(10.0, 40.0), ShareControl("auto")
+    best = min(range(32), key=lambda by_cpu: of(32, by_cpu).step_us)
+    shares = []
+    for step in range(200):
+        sequences = small if step % every == first % every else 32
+        control.saw(of(sequences, control.by_cpu(sequences)))
+        shares.append(control.by_cpu(32))
+    assert set(shares[2 * SOLVED_AFTER :]) == {best}
+    assert (control.phase, control.moves) == (Phase.SHARING, 1)
+
+
+def test_batches_too_small_for_a_part_of_the_cpus_end_nothing() -> None:
+    """They tell no rate of it: the share is there again once full batches are."""
+    control = ShareControl("auto")
+    before = run(control, machine(10.0, 40.0), SOLVED_AFTER + 10)[-1]
+    assert set(run(control, machine(10.0, 40.0), 60, sequences=2)) == {0}
+    assert set(run(control, machine(10.0, 40.0), 60)) == {before}
+
+
+def test_more_is_not_asked_for_where_no_share_pays() -> None:
+    """Steps with the present share are shorter all the same, so that stays."""
+    control = ShareControl("auto")
+    before = run(control, machine(10.0, 40.0), SOLVED_AFTER + 10)[-1]
+    slow = machine(10.0, 10.0, join_us=2000.0)
+
+    def shorter(sequences: int, by_cpu: int) -> SharedStep:
+        return replace(slow(sequences, by_cpu), step_us=100.0)
+
+    assert set(run(control, shorter, 60)) == {before}
+
+
 def test_steps_that_are_not_shorter_end_it() -> None:
     """Where the calculation promises a gain that steps do not show, the share goes back to 0."""
     of = machine(10.0, 40.0)
