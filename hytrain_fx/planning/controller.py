@@ -208,7 +208,10 @@ class Controller:
 
     @property
     def hope(self) -> float:
-        """By how much predictions for states on the host were too short, as a trial has shown."""
+        """By how much predictions for states on the host were too short, as a trial has shown.
+
+        1.0 again once steps have a new length.
+        """
         return self._promise.hope
 
     @property
@@ -292,6 +295,8 @@ class Controller:
         change = self._lengths.change(report, self.patience) if report.can_measure else None
         if change is not None:
             self.patience = Patience() if change.is_new else self.patience.doubled()
+            if change.is_new:
+                self._promise.hope = 1.0  # it was learned from other steps
             return Event.LENGTHS, change.why
         keeps = self._promise.judged(report, self.patience)
         self._wish = None if keeps else self._wish

@@ -351,6 +351,23 @@ def test_all_states_on_the_device_stay_where_their_steps_are_shorter() -> None:
     assert program.controller.hope == 400.0 / 150.0
 
 
+@pytest.mark.parametrize(("us", "hope"), [(300.0, 1.0), (400.0, 400.0 / HOST_US)])
+def test_what_a_trial_has_shown_holds_for_steps_of_known_lengths(us: float, hope: float) -> None:
+    """A new length may be the end of what disturbed the steps that were tried."""
+    program = promised(400.0)
+    until(program, lambda: 400.0, ALL_US)
+    until(program, lambda: 400.0, ALL_US)
+    assert until(program, lambda: 210.0, None).event is Event.PAID
+    program.steps(20, 210.0)
+    program.controller.hear(Event.LOOK)
+    program.controller.hear(Event.MEASURED)
+    program.controller.hear(Event.STAYED)
+    assert program.controller.hope == 400.0 / HOST_US
+    program.steps(20, us)
+    assert program.asked[-1] is Event.LENGTHS
+    assert program.controller.hope == hope
+
+
 def test_all_states_on_the_device_go_back_where_their_steps_are_no_shorter() -> None:
     """The plan before comes back, and is not doubted again for a while."""
     program = promised(400.0)
