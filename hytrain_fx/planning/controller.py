@@ -27,7 +27,7 @@ ends where they have agreed on it (`agreed_trials`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hytrain_fx.cost_model.discipline import Discipline
@@ -286,7 +286,7 @@ class Controller:
         if self._wish and report.agreed and report.agreed.begins is Told.WANTS_ON_DEVICE:
             return Event.DOUBT_CONFIRMED, self._wish
         if report.follows_ends:
-            self._otherwise = self._otherwise + 1 if report.discipline != self.solved_for else 0
+            self._otherwise = self._otherwise + 1 if self._works_otherwise(report.discipline) else 0
         if not report.may_look:
             return Event.STEPPED, ""
         look = self._lengths.look(report) if report.can_measure else None
@@ -310,6 +310,10 @@ class Controller:
             return Event.DISCIPLINE, f"updates have begun otherwise than the plan was solved for in {needed} steps in a row"
         ends = report.follows_ends and report.ends_seen >= self.patience.of(_ENDS_STEPS)
         return (Event.ENDS, "") if ends else (Event.STEPPED, "")
+
+    def _works_otherwise(self, now: Discipline) -> bool:
+        """How many units are brought ahead is solved with each plan, and does not count."""
+        return self.solved_for is None or replace(now, units_ahead=self.solved_for.units_ahead) != self.solved_for
 
     def _doubted(self, report: StepReport) -> tuple[Event, str]:
         why = self._promise.broken_why(report)

@@ -2,8 +2,7 @@
 
     after_step           what a step has shown goes to the controller; what that decides is done, or
                          is due before a forward
-    making_a_plan        around what the session does where a plan is due and no gradient is in
-                         place:
+    making_a_plan        around what the session does where a plan is due and no gradient is left:
         next_plan        the plan to put in force, None where the present one stays
         putting_in_force     around the moving of states
 """
@@ -329,7 +328,7 @@ class Planning:
         try:
             share_stays = (self._follows_ends or self._stream_trial.kept) and self.controller.solved_for is not None
             if share_stays and self.solver.keeps_k(profile, self.guard, discipline, self.plan.k):
-                self._stay(profile, f"k={self.plan.k} is still solved")
+                self._stay(profile, self.solver.renewed(profile, self.plan, discipline), f"k={self.plan.k} is still solved")
                 return None
             self.controller.solved_for = discipline
             new = self.solver.solved(profile, self.guard, discipline)
@@ -345,22 +344,22 @@ class Planning:
 
         Then the prediction for that one is renewed.
         """
-        present = self.solver.predicted(profile, self.plan, self.discipline)
+        present = self.solver.renewed(profile, self.plan, self.discipline)
         wanted, hope = self.units.pieces_of(new), self.controller.hope
         steps_us = self.last.steps_us[-self._config.warmup_steps :]
         self.verdict = judge(expected_us(present, hope), expected_us(new, hope), steps_us, self._moves.cost_us(profile, wanted))
         if self.verdict.moves and wanted != self._states.placed:
             return replace(new, notes=(*new.notes, f"{_AGAIN} {self.last.steps_done} steps: {self.verdict}"))
-        self._stay(profile, str(self.verdict), present.predicted)
+        self._stay(profile, present, str(self.verdict))
         return None
 
-    def _stay(self, profile: Profile, why: str, predicted: dict[str, float] | None = None) -> None:
+    def _stay(self, profile: Profile, present: Plan, why: str) -> None:
         """The plan in force stays; what is said of it now follows from `profile`."""
-        present, why = self.plan, f"{_AGAIN} {self.last.steps_done} steps: {why}"
+        why = f"{_AGAIN} {self.last.steps_done} steps: {why}"
         inputs = inputs_of(profile, self.guard) | {"stream_share": present.inputs.get("stream_share", 0.0)}
         notes = (*(note for note in present.notes if not note.startswith(_AGAIN)), why)
-        predicted = predicted or self.solver.predict(profile, present, self.discipline)
-        self.history[-1] = replace(present, predicted=predicted, inputs=present.inputs | inputs, notes=notes)
+        self.history[-1] = replace(present, inputs=present.inputs | inputs, notes=notes)
+        self.solver.follow(present)
         self.controller.hear(Event.STAYED, why)
 
     @contextmanager
@@ -372,6 +371,7 @@ class Planning:
             self._looks = Delay()  # at other plans than this first one
         self._moves.took(before, (time.perf_counter() - begin_s) * 1e6)
         self.history.append(new)
+        self.solver.follow(new)
         self._marks.clear()
         self._balancing.restart(new)
         self._stream_trial.restart(new)

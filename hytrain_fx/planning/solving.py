@@ -13,12 +13,12 @@ import torch
 
 from hytrain_fx.config import Config
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.fetch_depth import fetch_depth
+from hytrain_fx.cost_model.fetch_depth import FetchDepth, fetch_depth
 from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.limits import HALF_BYTES
-from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan, renumbered
+from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan, PlanRow, renumbered
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.first_plan import fixed_plan, given_share
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
@@ -40,6 +40,7 @@ class Solver:
         self._can_stream = can_stream
         self.most_bytes: int | None = None
         self._of_all: tuple[Profile, Plan | None] | None = None  # all on the device, for a profile
+        self._depths: dict[tuple[PlanRow, ...], FetchDepth] = {}  # of plans that may come into force
 
     @property
     def solves(self) -> bool:
@@ -72,7 +73,7 @@ class Solver:
         if profile is None:
             return fixed_plan(self._config, self._units())
         if self._config.plan is not None:
-            return self._looking_ahead(profile, self.predicted(profile, renumbered(in_force, self._units()), discipline), discipline)
+            return self.renewed(profile, renumbered(in_force, self._units()), discipline)
         share = given_share(self._config)
         made = solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
         return self._looking_ahead(profile, made, discipline)
@@ -84,17 +85,28 @@ class Solver:
         made = solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0, **self._within(profile, guard, discipline))
         return self._looking_ahead(profile, made, discipline)
 
+    def renewed(self, profile: Profile, in_force: Plan, discipline: Discipline) -> Plan:
+        """The plan in force with what this profile says of it."""
+        return self._looking_ahead(profile, self.predicted(profile, in_force, discipline), discipline)
+
     def _looking_ahead(self, profile: Profile, made: Plan, discipline: Discipline) -> Plan:
-        """The plan with its prediction, once as many units are brought ahead as are best for it.
+        """The plan with its prediction for as many units brought ahead as are best for it.
 
         Not on a CPU, where the launching thread copies itself.
         """
-        window = self._units.window
-        depth = None if window is None or self._device.type == "cpu" else fetch_depth(profile, made, discipline, self._slots_bytes(made))
-        if window is None or depth is None:
+        depth = None
+        if self._units.window is not None and self._device.type != "cpu":
+            depth = fetch_depth(profile, made, discipline, self._slots_bytes(made))
+        if depth is None:
             return made
-        window.follow(depth)
+        self._depths[made.rows] = depth
         return self.predicted(profile, made, replace(discipline, units_ahead=depth.ahead))
+
+    def follow(self, in_force: Plan) -> None:
+        """Bring as many units ahead as were found for the plan that is now in force."""
+        if self._units.window is not None and in_force.rows in self._depths:
+            self._units.window.follow(self._depths[in_force.rows])
+        self._depths.clear()
 
     def _slots_bytes(self, made: Plan) -> int:
         """What slots of weights may take on the device: theirs now, and what the plan leaves."""

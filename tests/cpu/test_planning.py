@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.planning.controller import State
-from hytrain_fx.planning.planning import Planning
+from hytrain_fx.cost_model.fetch_depth import FetchDepth
+from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.planning.controller import Event, State
+from hytrain_fx.planning.planning import Planning, _Due
 from hytrain_fx.planning.solving import MoveCosts
 
-from .test_replan import Run, running
+from .test_replan import WINDOW, Run, running
 
 
 @pytest.fixture
@@ -88,6 +90,75 @@ def test_a_recording_has_the_records_of_its_steps(measuring: tuple[Run, list[boo
     run.session.record(False)
     assert told == [False, True, False]
     assert run.session.planning.controller.state is State.ASKED
+
+
+# ---- How many units are brought ahead ----
+
+
+class Window:
+    """What planning asks of a window of weights."""
+
+    ahead, slot_bytes = 2, 0
+
+    def follow(self, depth: FetchDepth) -> None:
+        self.ahead = depth.ahead
+
+    def streamed_params(self, rows: Iterable[int]) -> int:
+        return 0
+
+    gathered_params = streamed_params
+
+
+PRESENT, SOLVED = 1, 4  # units ahead that are best for k=0, in force, and for k=1
+
+
+@pytest.fixture(params=[{"gpu_states": 0}, {"k": 0}], ids=["solved", "given"])
+def windowed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Planning, Window]]:
+    """Planning with k=0 in force, that makes a plan with k=1. A unit more ahead saves 0.1 s."""
+    with running(**request.param) as run:
+        run.train(2 + WINDOW + 1)
+        planning, window = run.session.planning, Window()
+        assert planning.profile is not None
+        assert planning.plan.k == 0
+        made = prefix_plan(planning.units(), 1, source="windowed", reason=lambda unit: "test")
+        depths = {k: FetchDepth(ahead, 0.0, 0.0, 0, None, False) for k, ahead in ((0, PRESENT), (1, SOLVED))}
+        monkeypatch.setattr("hytrain_fx.planning.solving.solve", lambda profile, **how: made)
+        monkeypatch.setattr("hytrain_fx.planning.solving.fetch_depth", lambda profile, plan, *how: depths[plan.k])
+        monkeypatch.setattr(planning.units, "window", window)
+        monkeypatch.setattr(planning, "_measured", lambda update_us: planning.profile)
+        for name, value in {"_device": SimpleNamespace(type="cuda"), "_slots_bytes": lambda plan: 0, "_within": lambda *how: {},
+                            "predict": lambda profile, plan, works: {"step_us": 1e6 - 1e5 * works.units_ahead}}.items():
+            monkeypatch.setattr(planning.solver, name, value)
+        yield planning, window
+        monkeypatch.undo()
+
+
+def test_units_come_ahead_as_solved_once_the_plan_is_in_force(
+    windowed: tuple[Planning, Window], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that, their slots would lie in memory that the plan in force has states in."""
+    planning, window = windowed
+    monkeypatch.setattr(planning._moves, "cost_us", lambda profile, wanted: 0.0)
+    planning._due = _Due(Event.MOVED)
+    found = planning.next_plan(lambda: 0.0)
+    assert found is not None
+    assert found.predicted["step_us"] == 1e6 - 1e5 * SOLVED
+    assert window.ahead == Window.ahead
+    with planning.putting_in_force(found):
+        assert window.ahead == Window.ahead
+    assert window.ahead == SOLVED
+
+
+@pytest.mark.parametrize("windowed", [{"gpu_states": 0}], indirect=True)
+def test_a_plan_that_stays_has_its_own_units_ahead(windowed: tuple[Planning, Window], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no plan that was refused leaves its own: nothing works otherwise than was solved for."""
+    planning, window = windowed
+    monkeypatch.setattr(planning._moves, "cost_us", lambda profile, wanted: 1e12)
+    planning._due = _Due(Event.MOVED)
+    assert planning.next_plan(lambda: 0.0) is None
+    assert window.ahead == PRESENT
+    assert planning.plan.predicted["step_us"] == 1e6 - 1e5 * PRESENT
+    assert planning.plan.k == 0
 
 
 # ---- What a move costs ----

@@ -300,6 +300,14 @@ def test_the_share_is_solved_again_where_updates_come_to_begin_otherwise() -> No
     assert set(program.asked[1:]) == {Event.DISCIPLINE}
 
 
+def test_how_many_units_come_ahead_is_no_other_way_of_working() -> None:
+    """It is solved with each plan, so it changes with the plan in force."""
+    program = settled(every=1000)
+    for step in range(200):
+        program.step(works=Discipline(units_ahead=step // 50), streams=True)
+    assert program.solved == [FIRST]
+
+
 # ---- When steps take longer than all states on the device would ----
 
 
