@@ -100,7 +100,7 @@ def balanced_share(share: float, ends: Sequence[Ends], step_us: float, ratio: fl
                    scatter of the steps explains
     """
     seen = median_of(ends)
-    noise_us = standard_error([step.late_us for step in ends], len(ends))
+    noise_us = standard_error([step.late_us for step in ends])
     if abs(seen.late_us) <= max(tolerance * step_us, SURE * noise_us):
         return None
     by_cpu, by_lane = seen.cpu_worked_us / (1 - share), (1 - ratio) * seen.lane_worked_us / lane_load(share, ratio)

@@ -54,7 +54,7 @@ def judge(present_us: float, new_us: float, steps_us: Sequence[float], migration
     """
     if min(present_us, new_us, migration_us, *steps_us, 0.0) < 0:
         raise PlanError(f"found {present_us}, {new_us} and {migration_us} us and steps of {list(steps_us)} us, expected times >= 0")
-    noise_us = standard_error(steps_us, len(steps_us)) if steps_us else 0.0
+    noise_us = standard_error(steps_us) if steps_us else 0.0
     moves = should_replan(present_us, new_us, migration_us, HORIZON_STEPS, noise_us)
     return Verdict(moves, present_us - new_us, noise_us, migration_us)
 
@@ -72,7 +72,8 @@ def planning_guard(cpu_steps_us: Sequence[float]) -> float:
 
     1 + max(5%, 1.5 standard errors of the CPU time of each measured step).
     """
-    return guard_of(cpu_steps_us, len(cpu_steps_us), least=GUARD - 1) if cpu_steps_us and median_of_last(cpu_steps_us) > 0 else GUARD
+    middle_us = median(cpu_steps_us) if cpu_steps_us else 0.0
+    return max(GUARD, 1.0 + 1.5 * standard_error(cpu_steps_us) / middle_us) if middle_us > 0 else GUARD
 
 
 def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
@@ -83,9 +84,9 @@ def drifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
     """
     if not before_us or len(latest_us) < LATEST:
         return False
-    middle_us = _median(before_us)
-    deviation_us = NORMAL_MAD * _median([abs(us - middle_us) for us in before_us])
-    return abs(_median(latest_us[-LATEST:]) - middle_us) > max(DRIFT * middle_us, 3 * deviation_us)
+    middle_us = median(before_us)
+    deviation_us = NORMAL_MAD * median([abs(us - middle_us) for us in before_us])
+    return abs(median(latest_us[-LATEST:]) - middle_us) > max(DRIFT * middle_us, 3 * deviation_us)
 
 
 def shifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
@@ -95,16 +96,12 @@ def shifted(before_us: Sequence[float], latest_us: Sequence[float]) -> bool:
     """
     if not before_us or len(latest_us) < LATEST:
         return False
-    error_us = standard_error(before_us, len(before_us)) + standard_error(latest_us, len(latest_us))
-    return _off_us(before_us, latest_us) > max(SHIFT * _median(before_us), 2 * error_us)
-
-
-def _median(values: Sequence[float]) -> float:
-    return median_of_last(values, len(values))
+    error_us = standard_error(before_us) + standard_error(latest_us)
+    return _off_us(before_us, latest_us) > max(SHIFT * median(before_us), 2 * error_us)
 
 
 def _off_us(before_us: Sequence[float], latest_us: Sequence[float]) -> float:
-    return abs(_median(latest_us) - _median(before_us))
+    return abs(median(latest_us) - median(before_us))
 
 
 # ---- From noisy series to the numbers of a plan, and when a better plan is worth the move ----
@@ -113,36 +110,18 @@ def _off_us(before_us: Sequence[float], latest_us: Sequence[float]) -> float:
 # mean of ratios is biased.
 
 
-WINDOW = 7
 NORMAL_MAD = 1.4826  # standard deviation over median absolute deviation, normal distribution
 # standard error of a median over the mean's, normal distribution: sqrt(pi / 2)
 MEDIAN_EFFICIENCY = 1.2533
 
 
-def median_of_last(values: Sequence[float], n: int = WINDOW) -> float:
-    """The median of the last `n` values (of all when there are fewer).
-
-    Raises PlanError when there are none.
-    """
-    if not values or n < 1:
-        raise PlanError(f"found {len(values)} measured values and a window of {n}, expected at least one of each")
-    return median(values[-n:])
-
-
-def standard_error(values: Sequence[float], n: int = WINDOW) -> float:
-    """Standard error of `median_of_last(values, n)`, from the median absolute deviation.
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the median of these values, from the median absolute deviation.
 
     0 for a single value.
     """
-    last = values[-n:]
-    middle = median_of_last(values, n)
-    return MEDIAN_EFFICIENCY * NORMAL_MAD * median(abs(value - middle) for value in last) / math.sqrt(len(last))
-
-
-def guard_of(values: Sequence[float], n: int = WINDOW, least: float = 0.05) -> float:
-    """The factor to plan with: 1 + the larger of `least` and 1.5 relative standard errors."""
-    middle = median_of_last(values, n)
-    return 1.0 + max(least, 1.5 * standard_error(values, n) / middle if middle > 0 else 0.0)
+    middle = median(values)
+    return MEDIAN_EFFICIENCY * NORMAL_MAD * median(abs(value - middle) for value in values) / math.sqrt(len(values))
 
 
 def should_replan(

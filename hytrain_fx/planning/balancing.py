@@ -148,4 +148,4 @@ class Balancing:
 
 def _lane_us(seen: Sequence[Ends]) -> tuple[float, float]:
     """For how long the lane had states, and the standard error of that."""
-    return median_of(seen).lane_worked_us, standard_error([step.lane_worked_us for step in seen], len(seen))
+    return median_of(seen).lane_worked_us, standard_error([step.lane_worked_us for step in seen])
