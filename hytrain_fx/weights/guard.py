@@ -137,7 +137,6 @@ class GuardedParameter(CountedParameter):
     elsewhere: ClassVar[Callable[[nn.Parameter], Elsewhere | None]]
     lock: ClassVar[AbstractContextManager[object]]
     touching: ClassVar[set[int]]
-    gradient_read: ClassVar[set[int]]
 
     def detach(self) -> Tensor:
         """As any tensor's; `Module.state_dict()` gets the copy of a weight that rests elsewhere."""
@@ -160,26 +159,34 @@ class GuardedParameter(CountedParameter):
                     return self
         return Tensor.copy_(self, src, non_blocking)
 
-    @property  # no touch, and loops ask for it often: a third of the time that __torch_function__ takes
-    def grad(self) -> Tensor | None:
-        """As any tensor's. Whoever gets a real one may write to it unseen (`.data`), or keep it."""
+    __torch_function__ = _TorchFunction()
+
+
+def _grad_noting(read: set[int]) -> property:
+    """`.grad` of guarded parameters, as any tensor's.
+
+    No touch, and loops ask for it often: it takes a third of the time of `__torch_function__`.
+
+    read   is given the `id` of each whose `.grad` is a real tensor: whoever gets it may write to it
+           unseen (`.data`), or keep it
+    """
+
+    def get(parameter: Tensor) -> Tensor | None:
         with without_torch_function():
-            grad = get_grad(self)
-        if type(grad) is Tensor and (read := getattr(type(self), "gradient_read", None)) is not None:  # another thread may change the class
-            read.add(id(self))
+            grad = get_grad(parameter)
+        if type(grad) is Tensor:
+            read.add(id(parameter))
         return grad
 
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def put(parameter: Tensor, value: Tensor | None) -> None:
         with without_torch_function():
-            set_grad(self, value)
+            set_grad(parameter, value)
 
-    @grad.deleter
-    def grad(self) -> None:
+    def delete(parameter: Tensor) -> None:
         with without_torch_function():
-            delete_grad(self)
+            delete_grad(parameter)
 
-    __torch_function__ = _TorchFunction()
+    return property(get, put, delete)
 
 
 def guard_type(
@@ -199,11 +206,11 @@ def guard_type(
     lock      held meanwhile; one thread may take it twice
     stays     whether a parameter is guarded after a touch too: then each touch is told
     elsewhere where its weight rests, None: in its own memory
-    gradient_read   is given the `id` of each parameter whose `.grad` somebody gets as a real tensor
+    gradient_read   by `_grad_noting`
     """
     own = {"on_touch": staticmethod(on_touch), "settle": staticmethod(settle or (lambda _: None)), "lock": lock or RLock(),
            "stays": staticmethod(stays or (lambda _: False)), "elsewhere": staticmethod(elsewhere or (lambda _: None)), "touching": set(),
-           "gradient_read": set() if gradient_read is None else gradient_read}
+           "grad": _grad_noting(set() if gradient_read is None else gradient_read)}
     return new_class("GuardedParameter", (GuardedParameter,), exec_body=lambda body: body.update(own))
 
 
