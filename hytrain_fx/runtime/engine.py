@@ -360,5 +360,6 @@ def settling(engine: Engine) -> Callable[[], None]:
         if alive is not None:
             with suppress(EngineError):  # closed, or the parent learns of it at its next gate
                 alive.drain(range(alive.rows))
+                alive.skipped()  # the child asks for it, of no engine
 
     return settle

@@ -20,6 +20,7 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.arithmetic import AdamScalars, adamw_
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowSpec, Stage, TaskRecord
 from hytrain_fx.runtime.fallback.engine import TorchEngine
+from hytrain_fx.runtime.fallback.lanes import CpuLanes
 from hytrain_fx.runtime.native.engine import NativeEngine
 from hytrain_fx.runtime.states.slabs import HostSlab, slab_bytes
 
@@ -405,6 +406,28 @@ def test_a_gradient_stays_in_its_slot_until_the_next_one(make_engine: MakeEngine
         engine.place_on_host(1, loop.states[1])
         with pytest.raises(EngineError, match="row 1 has no gradient"):
             engine.fetch([1], torch.zeros(SIZES[1]))
+
+
+def test_factors_of_a_commit_are_not_those_of_the_next(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commits in a row, of a row each: each update has the factor of its own.
+
+    Copies to the host are slow, so the second commit comes before the first one's factor.
+    """
+    monkeypatch.setattr(CpuLanes, "host_floats", lambda self, count: torch.full((count,), 7.0))  # what memory holds before the copy
+    with make_engine() as engine:
+        loop = EngineLoop(engine, (64, 64), torch.float32)
+        engine.set_delay(Stage.D2H, 3000)
+        for row, factor in enumerate((0.5, 0.25)):
+            grad = torch.randn(64)
+            scalars = AdamScalars.of(GROUP, 1, decoupled=True, torch_cuda=False)
+            loop.reference[row].update_(replace(scalars, factors=(factor,)), grad, None)
+            engine.grad_offload([row], [grad])
+            for arm in (engine.arm_cpu, engine.arm_reload, engine.release):
+                arm([row])
+            engine.commit([CommitItem(row, scalars, factors=(torch.tensor(factor),))])
+        engine.drain([0, 1])
+        for row in range(2):
+            assert_same_states(loop.states[row], loop.reference[row])
 
 
 def test_a_row_is_moved_only_when_its_gradient_has_left_the_slot(make_engine: MakeEngine) -> None:

@@ -324,6 +324,29 @@ def test_a_copied_or_pickled_optimizer_is_refused(how: Any, trained: Trained) ->
         how(trained[1])
 
 
+def test_a_forked_child_saves_states_after_a_step_that_may_be_left_out() -> None:
+    """Right after step(), with on_nonfinite="skip", a child has the parent's states and counts."""
+    run("""
+        model, optimizer = hytrain_fx.compile(*make(), k=0, on_nonfinite="skip")
+        train(model, optimizer)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                found = {row: float(entry["step"]) for row, entry in optimizer.state_dict()["state"].items()}
+            except Exception as error:
+                found = error
+            os.write(writing, repr(found).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        found = os.read(reading, 10000).decode()
+        expected = {row: float(entry["step"]) for row, entry in optimizer.state_dict()["state"].items()}
+        assert expected and found == repr(expected), found
+    """)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["native", "torch"])
 def test_a_child_forked_in_mid_update_has_the_new_weights_and_cannot_train(engine: str) -> None:

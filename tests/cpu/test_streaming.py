@@ -5,6 +5,7 @@ States visit the device chunk by chunk and come home with the reference's bits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,6 +95,24 @@ def test_drain_waits_for_the_states_of_a_row_whose_weight_was_waited_for() -> No
         engine.wait([0])
         engine.drain([0])
         assert torch.equal(engine._states[0].states[0], loop.reference[0].states[0])
+
+
+def test_a_weight_may_be_written_once_it_was_waited_for() -> None:
+    """Its way home has ended, also where the update was seen to be done in a recorded step."""
+    with running(1) as engine:
+        loop = EngineLoop(engine, (4096,), torch.bfloat16, streamed=frozenset({0}), halves=True, sends_weight=True)
+        engine.record(True)
+        engine.set_delay(Stage.STREAM_OUT, 100_000)
+        for _ in range(2):
+            loop.step()
+            while not any(record.stage is Stage.GPU_UPDATE for record in engine.take_records()):
+                time.sleep(0.001)
+            engine.wait([0])
+            weight = loop.weights[0].clone()
+            loop.weights[0].fill_(7.0)
+            engine.drain([0])
+            loop.weights[0].copy_(weight)
+            assert_same_states(whole_states(loop.states[0], torch.device("cpu")), loop.reference[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -171,6 +171,9 @@ struct CudaShared {
   Driver driver;
   CUcontext context = nullptr;
   EventPool pool{driver};
+  ~CudaShared() {
+    if (epoch) pool.give(epoch);
+  }
   CUevent epoch = nullptr;
   double epoch_us = 0;
 };

@@ -18,6 +18,9 @@ Engine::Engine(const EngineOptions& options) : state_(options) {
                              std::to_string(options.workers + 2) + " (workers=" + std::to_string(options.workers) +
                              ", and one for each direction of copies): " + error.what() +
                              "; allow this process more threads or address space, or ask for fewer workers");
+  } catch (...) {
+    stop_threads();
+    throw;
   }
 }
 

@@ -19,17 +19,18 @@ void Waits::wait(const int32_t* rows, int n, void* stream) {
       Row& row = state_.row(rows[i]);
       finish(row, lock);
       // The stream reads the weight from here on: a release before this point is not its last one,
-      // and commit() makes up for it.
-      row.released = nullptr;
+      // and commit() makes up for it. Not where another thread has ended the step and begun the next.
+      if (row.phase != Phase::PENDING) row.released = nullptr;
       // Another thread may have settled the row: then nobody has made this stream wait for what
       // that thread still waits for.
       if (!row.weight || row.awaited_on == stream) continue;
       awaited.emplace_back(&row, row.weight);
+      // The caller may write to the weight, which may go home still when its update is known to be over.
+      const EventPtr& stored = row.streamed.stored;
+      if (!row.on_host() && row.streamed.sends_weight && stored && !stored->known_done()) updated.insert(stored);
       if (row.weight->known_done()) continue;
       if (!row.on_host()) {
         updated.insert(row.weight);
-        // The caller may write to the weight, which still goes home.
-        if (row.streamed.sends_weight && row.streamed.stored) updated.insert(row.streamed.stored);
       } else if (!reloaded || row.issue > issue) {
         reloaded = row.weight;
         issue = row.issue;

@@ -101,14 +101,16 @@ class GradientCopies:
 
         Returns where each arrives on the host, by the tensor's identity.
         """
-        sources = {id(f): f for item in items if item.grad is None for f in item.factors if isinstance(f, torch.Tensor)}
+        scaled = [(item.row, f) for item in items if item.grad is None for f in item.factors if isinstance(f, torch.Tensor)]
+        sources = {id(f): f for _, f in scaled}
         if not sources:
             return {}
         targets = self._lanes.host_floats(len(sources))
         self._lanes.wait(Lane.D2H, end)
         for target, source in zip(targets, sources.values(), strict=True):
             copy(self._lanes, Lane.D2H, target, source.detach())
-        self._pipeline.landings.append(Landing(self._lanes.record(Lane.D2H), keep=tuple(sources.values())))
+        rows = dict.fromkeys(row for row, _ in scaled)
+        self._pipeline.landings.append(Landing(self._lanes.record(Lane.D2H), keep=tuple(sources.values()), waiting=tuple(rows)))
         self._pipeline.landed_cv.notify()
         return dict(zip(sources, targets, strict=True))
 

@@ -137,10 +137,9 @@ class Pipeline:
 
     def _landed(self, landing: Landing) -> None:
         if landing.row < 0:
-            for row in self.rows:
-                if row.phase is Phase.PENDING and not row.factors_known:
-                    row.factors_known = True
-                    self.queue_ready(row)
+            for number in landing.waiting:
+                self.rows[number].factors_known = True
+                self.queue_ready(self.rows[number])
             return
         row = self.rows[landing.row]
         if landing.begin is not None:

@@ -202,6 +202,7 @@ class Landing:
     generation: int = 0
     begin: Event | None = None
     keep: Sequence[torch.Tensor] = field(default=())  # memory that the copy reads
+    waiting: Sequence[int] = ()  # rows whose updates need these factors
 
 
 def places_in(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

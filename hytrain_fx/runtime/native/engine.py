@@ -263,7 +263,7 @@ class NativeEngine:
         self._commit(items, skip)
 
     def skipped(self) -> bool:
-        if self._handle:
+        if self._handle and os.getpid() == self._pid:
             self._call("skipped", byref(out := c_int()))
             self._skipped = bool(out.value)
         return self._skipped
