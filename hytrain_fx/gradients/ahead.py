@@ -27,7 +27,7 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import RowGroup, RowGroups
-from hytrain_fx.gradients.slots import SlotReader
+from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.sources import RowGradient, clean_in_slot
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
@@ -47,8 +47,9 @@ class _Coming:
 class EarlierGradients:
     """What rows had in their slots before this backward, brought for the nodes that add to it."""
 
-    def __init__(self, reader: SlotReader, groups: RowGroups, parts: BackwardParts) -> None:
-        self._reader = reader
+    def __init__(self, slots: GradientSlots, groups: RowGroups, parts: BackwardParts) -> None:
+        self._slots = slots
+        self._reader = slots.reader
         self._groups = groups
         self._parts = parts
         self._to_come: deque[tuple[int, ...]] = deque()  # the rows of nodes that have not run, nor had their gradients fetched
@@ -122,8 +123,8 @@ class EarlierGradients:
         if all(grad is None for grad in held):
             return found
         for row, grad in zip(group.rows, held, strict=True):
-            source = clean_in_slot(grad)
-            if source is not None and row not in self._parts.open and (row in again or not self._parts.may_get_more(row)):
+            source = clean_in_slot(grad, self._slots, row)
+            if source is not None and self._parts.adds_at_once(row, again):
                 found[row] = source
         return found
 

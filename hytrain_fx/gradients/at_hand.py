@@ -20,7 +20,7 @@ from hytrain_fx.gradients.rows import like_parameter, require_strided
 from hytrain_fx.gradients.shards import GradientShards
 from hytrain_fx.gradients.shown import ShownGradients
 from hytrain_fx.gradients.slots import GradientSlots
-from hytrain_fx.gradients.sources import KeptGradient, RowGradient, in_slot_at_all, is_in_slot, shard_on_device
+from hytrain_fx.gradients.sources import RowGradient, in_slot_at_all, is_in_slot, is_moved, shard_on_device
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.side_stream import read_here
@@ -109,16 +109,25 @@ class GradientsAtHand:
         read_here(grad)
         return grad if shards is None else shards.part(row, grad)
 
+    def bring_moved(self) -> None:
+        """A gradient that user code has given to another parameter becomes a real tensor there.
+
+        Called `without_torch_function`, before the slot that it is in gets another.
+        """
+        for row, grad in enumerate(map(get_grad, self.table.parameters)):
+            if type(grad) is GradStandIn and is_moved(grad, self.slots, row):
+                grad.grad_state.materialize()
+
     def before_move(self) -> None:
         """Slots are about to be other memory.
 
         What `.grad` still shows of them after `step()` is kept on the host.
         """
         with without_torch_function():
-            for row, grad in enumerate(map(get_grad, self.table.parameters)):
-                if isinstance(grad, GradStandIn) and in_slot_at_all(grad):
+            for grad in map(get_grad, self.table.parameters):
+                if isinstance(grad, GradStandIn) and (source := in_slot_at_all(grad)) is not None:
                     with suppress(torch.OutOfMemoryError, MemoryError):  # then it is gone, which is no reason to end the training here
-                        grad.grad_state.source = KeptGradient(row, self.slots.fetch(row), self.slots.shards_of(row))
+                        grad.grad_state.source = source.kept()
         self.end()
 
     def end(self) -> None:
@@ -142,7 +151,8 @@ class GradientsAtHand:
         """
         with without_torch_function():
             found = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if grad is not None]
-            return any((isinstance(grad, GradStandIn) and is_in_slot(grad)) or self.untouched(row, grad) is not None for row, grad in found)
+            return any((isinstance(grad, GradStandIn) and is_in_slot(grad, self.slots, row)) or self.untouched(row, grad) is not None
+                       for row, grad in found)
 
     def _arm_late(self, *rows: int) -> None:
         self._engine.arm_cpu(rows)

@@ -19,7 +19,7 @@ from hytrain_fx.gradients.ahead import EarlierGradients
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import RowGroup, RowGroups
 from hytrain_fx.gradients.shards import GradientShards
-from hytrain_fx.gradients.slots import SlotReader
+from hytrain_fx.gradients.slots import GradientSlots
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.store import StateStore
@@ -34,7 +34,7 @@ class GatheredGradients(SessionGradients):
     ) -> None:
         super().__init__(table, engine, states, shards)
         self.parts.calls_are_apart = True
-        self._earlier = _GatheredBefore(self.slots.reader, self.groups, self.parts, self._in_last_backward)
+        self._earlier = _GatheredBefore(self.slots, self.groups, self.parts, self._in_last_backward)
         self._count = micro_batches
         self._number = 0  # of the micro-batch, in its step
 
@@ -63,10 +63,10 @@ class _GatheredBefore(EarlierGradients):
     """Earlier gradients from slots, and those that have gathered on the device."""
 
     def __init__(
-        self, reader: SlotReader, groups: RowGroups, parts: BackwardParts,
+        self, slots: GradientSlots, groups: RowGroups, parts: BackwardParts,
         gathered: Callable[[int, torch.Tensor | None], torch.Tensor | None]
     ) -> None:
-        super().__init__(reader, groups, parts)
+        super().__init__(slots, groups, parts)
         self._gathered = gathered
 
     def of(self, group: RowGroup, held: Sequence[torch.Tensor | None], again: Collection[int]) -> Mapping[int, torch.Tensor]:
@@ -75,7 +75,7 @@ class _GatheredBefore(EarlierGradients):
         for i in group.on_host.positions:
             row = group.rows[i]
             gathered = self._gathered(row, held[i])
-            if gathered is not None and row not in self._parts.open and (row in again or not self._parts.may_get_more(row)):
+            if gathered is not None and self._parts.adds_at_once(row, again):
                 found[row] = gathered
         return found
 

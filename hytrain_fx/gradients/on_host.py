@@ -47,5 +47,5 @@ def _source(gradients: SessionGradients, states: StateStore, row: int, grad: tor
     elsewhere = row in states.pieces.cut or row in gradients.table.shards or row in gradients.parts.open
     if elsewhere or states.placement.get(row) is not Placement.CPU or grad.layout != torch.strided:
         return None
-    slot = states.in_memory(row).slot
-    return clean_in_slot(get_grad(gradients.table.parameters[row])) if slot is not None and slot.dtype == grad.dtype else None
+    slot, held = states.in_memory(row).slot, get_grad(gradients.table.parameters[row])
+    return clean_in_slot(held, gradients.slots, row) if slot is not None and slot.dtype == grad.dtype else None

@@ -13,7 +13,7 @@ backward, or eager code has used the weight, or the row has had several parts be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,13 @@ class BackwardParts:
     def may_get_more(self, row: int) -> bool:
         """Whether the backward that runs may bring another part for a row that has one."""
         return (self._calls > 1 and not self.calls_are_apart) or row in self.several or row in self.used_eagerly
+
+    def adds_at_once(self, row: int, again: Collection[int]) -> bool:
+        """Whether a part is added to `.grad` as it comes.
+
+        `again`: rows whose `.grad` is of this backward.
+        """
+        return row not in self.open and (row in again or not self.may_get_more(row))
 
     def lay_aside(self, row: int, before: torch.Tensor, part: torch.Tensor) -> None:
         """Open a sum; `part` is the sum's own."""

@@ -33,6 +33,10 @@ class _Source:
     _row: int  # of the parameter
     shards: GradientShards | None  # where the rest of a shard is
 
+    def is_of(self, slots: GradientSlots, row: int) -> bool:
+        """Whether it is this row's, in the session of these slots."""
+        return self._row == row
+
     def home(self) -> torch.Tensor:
         """What is updated here, as a new tensor on the device. Raises GradientConsumedError."""
         raise NotImplementedError
@@ -63,14 +67,18 @@ class RowGradient(_Source):
         self._generation = self._slots.generation[self._row]
         self._norms = norms
 
+    def is_of(self, slots: GradientSlots, row: int) -> bool:
+        """Whether it is, or was, in this row's slot."""
+        return self._row == row and self._slots is slots
+
     def is_live(self) -> bool:
         """Whether the slot still holds this gradient, `step()` has taken it or not."""
         return self._slots.generation[self._row] == self._generation and self._row not in self._slots.gone
 
-    def awaits_step(self) -> bool:
-        """Whether the slot holds this gradient and the next `step()` finds it there."""
-        slots, row = self._slots, self._row
-        return slots.generation[row] == self._generation and row not in slots.taken and row not in slots.gone
+    def awaits_step(self, slots: GradientSlots, row: int) -> bool:
+        """Whether it is in this row's slot and the next `step()` finds it there."""
+        return (self._slots is slots and self._row == row
+                and slots.generation[row] == self._generation and row not in slots.taken and row not in slots.gone)
 
     def is_taken(self) -> bool:
         """Whether `step()` has taken it.
@@ -109,35 +117,49 @@ class RowGradient(_Source):
             wanted -= {norm for norm in wanted if norm[:2] == (float(ord), foreach) and norm[2] != 1.0}
         wanted.add((float(ord), foreach, scale))
 
+    def kept(self) -> KeptGradient:
+        """What the slot has, on the host, as the slot is about to move.
 
-def clean_in_slot(grad: torch.Tensor | None) -> RowGradient | None:
-    """The source of a stand-in whose values are, unedited, those in its row's slot.
+        Raises GradientConsumedError.
+        """
+        return KeptGradient(self._row, self.home(), self.shards)
+
+
+def clean_in_slot(grad: torch.Tensor | None, slots: GradientSlots, row: int) -> RowGradient | None:
+    """The source of a stand-in whose values are, unedited, those in this row's slot.
 
     None for anything else.
     """
-    return _source_in_slot(grad.grad_state) if type(grad) is GradStandIn and not grad.grad_state.factors else None
+    return _source_in_slot(grad.grad_state, slots, row) if type(grad) is GradStandIn and not grad.grad_state.factors else None
 
 
-def is_in_slot(standin: GradStandIn) -> bool:
-    """Whether the values are in the row's slot and no `step()` has taken them.
+def is_in_slot(standin: GradStandIn, slots: GradientSlots, row: int) -> bool:
+    """Whether the values are in this row's slot and no `step()` has taken them.
 
-    Then an update on the host finds them there.
+    Then an update on the host finds them there. A `.grad` that user code has taken from another
+    parameter is in that one's slot.
     """
-    return _source_in_slot(standin.grad_state) is not None
+    return _source_in_slot(standin.grad_state, slots, row) is not None
 
 
-def _source_in_slot(state: GradState) -> RowGradient | None:
+def _source_in_slot(state: GradState, slots: GradientSlots, row: int) -> RowGradient | None:
     """The source, if the values are in the row's slot, with the state's factors still to come."""
     source = state.source
     if state.real is not None or type(source) is not RowGradient:
         return None
-    return source if source.awaits_step() else None
+    return source if source.awaits_step(slots, row) else None
 
 
-def in_slot_at_all(standin: GradStandIn) -> bool:
-    """Whether the values are in the row's slot, whoever has taken them."""
+def in_slot_at_all(standin: GradStandIn) -> RowGradient | None:
+    """The source, if the values are in any row's slot, whoever has taken them."""
     source = standin.grad_state.source
-    return standin.materialized is None and type(source) is RowGradient and source.is_live()
+    return source if standin.materialized is None and type(source) is RowGradient and source.is_live() else None
+
+
+def is_moved(standin: GradStandIn, slots: GradientSlots, row: int) -> bool:
+    """Whether this row has it from another parameter, whose slot or shard still has the values."""
+    source = standin.grad_state.source
+    return standin.materialized is None and isinstance(source, _Source) and not source.is_of(slots, row) and source.is_live()
 
 
 def is_gone(standin: GradStandIn) -> bool:

@@ -27,11 +27,7 @@ from hytrain_fx.gradients.noted import Noted
 from hytrain_fx.gradients.parts import BackwardParts
 from hytrain_fx.gradients.rows import Part, RowGroup, RowGroups, like_parameter, require_strided
 from hytrain_fx.gradients.shards import GradientShards
-from hytrain_fx.gradients.sources import (
-    RowGradient,
-    is_clean,
-    is_gone,
-)
+from hytrain_fx.gradients.sources import RowGradient, is_clean, is_gone
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.undo import BeforeBackward
 from hytrain_fx.runtime.engine import Engine
@@ -53,7 +49,7 @@ class SessionGradients(GradientsAtHand):
         self.parts = BackwardParts(self.end_sums)
         self.on_sent: Callable[[Sequence[int]], None] = _nobody_waits  # with rows whose gradients are on their way to their slots
         self.on_eager_parts: Callable[[Sequence[int]], None] = _nobody_waits  # with rows that have had them, of which nobody was told
-        self._earlier = EarlierGradients(self.slots.reader, self.groups, self.parts)
+        self._earlier = EarlierGradients(self.slots, self.groups, self.parts)
         self._before = BeforeBackward()
 
     # ---- around a backward ----
@@ -94,6 +90,7 @@ class SessionGradients(GradientsAtHand):
     def _backward_begins(self) -> None:
         """Autograd adds to earlier gradients untold where a graph hands on a view of a weight."""
         with without_torch_function():
+            self.bring_moved()
             grads = enumerate(map(get_grad, self.table.parameters))
             added = [row for row, grad in grads if type(grad) is GradStandIn and grad.grad_state.added]
         if added:
@@ -225,7 +222,7 @@ class SessionGradients(GradientsAtHand):
         for i in group.on_device.positions:
             row = group.rows[i]
             grad = self.untouched(row, held[i])
-            if grad is None or (row not in again and self.parts.may_get_more(row)):
+            if grad is None or not self.parts.adds_at_once(row, again):
                 return False
             real[row] = grad
         if real:

@@ -88,8 +88,8 @@ class CommitBuilder:
         """
         items: list[CommitItem] = []
         row_of, cut, leaving, steps = self._table.row_of, self._states.pieces.cut, self._states.leaving(), self.steps
-        leave = self._gradients.standins.leave
-        self._cut_grads = {}
+        slots, leave = self._gradients.slots, self._gradients.standins.leave
+        self._cut_grads, all_rest = {}, True
         for group in groups:
             by_step: dict[int, UpdateScalars] = {}  # rows of a group usually agree
             for parameter in group["params"]:
@@ -106,15 +106,16 @@ class CommitBuilder:
                 if scalars is None:
                     scalars = by_step[step] = self._scalars(group, step)
                 on_host = row in leaving
-                if on_host and type(grad) is GradStandIn and is_in_slot(grad):
+                if on_host and type(grad) is GradStandIn and is_in_slot(grad, slots, row):
                     items.append(CommitItem(row, scalars, None, row in touched, grad.grad_state.factors))
                     leave(row, grad)
-                elif row in cut:
-                    items += self._items_of_pieces(row, grad, scalars)
-                elif not on_host and (real := self._gradients.untouched(row, grad)) is not None:
+                elif not on_host and row not in cut and (real := self._gradients.untouched(row, grad)) is not None:
                     items.append(CommitItem(row, scalars, real, row in touched))
                 else:
-                    items.append(self._item(row, grad, scalars, row in touched))
+                    if all_rest:  # until now: these may be sent to slots that others' are in
+                        self._gradients.bring_moved()
+                        all_rest = False
+                    items += self._items_of_pieces(row, grad, scalars) if row in cut else [self._item(row, grad, scalars)]
         return items
 
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
@@ -184,10 +185,9 @@ class CommitBuilder:
             raise _unmanaged(parameter)
         return row
 
-    def _item(self, row: int, grad: torch.Tensor, numbers: UpdateScalars, touched: bool) -> CommitItem:
-        if isinstance(grad, GradStandIn) and is_in_slot(grad) and self._states.gradient_leaves(row):
-            return CommitItem(row, numbers, None, touched, grad.factors)
-        grad = self._gradients.real(row, grad)  # edited, or its states have moved since the backward, or a step() has taken it
+    def _item(self, row: int, grad: torch.Tensor, numbers: UpdateScalars) -> CommitItem:
+        # Edited, another's, or its states have moved since the backward, or a step() has taken it.
+        grad = self._gradients.real(row, grad)
         self._gradients.held.end_update(row)
         if self._states.gradient_leaves(row):
             self._gradients.offload_real(row, grad)

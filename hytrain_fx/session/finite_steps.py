@@ -102,7 +102,7 @@ class FiniteSteps:
 
         None without gradients, and with "allow". For what is asked before the stage's own step().
         """
-        items = [] if self._mode == "allow" else [_as_item(row, grad) for row, grad in gradients]
+        items = [] if self._mode == "allow" else [_as_item(row, grad, self._slots) for row, grad in gradients]
         return self._finiteness.check(items).any if items else None
 
     def _take(self, items: Sequence[CommitItem], skip: torch.Tensor | None) -> None:
@@ -162,11 +162,11 @@ class FiniteSteps:
                 f'(on_nonfinite="{self._mode}"); the last was step {self.last}')
 
 
-def _as_item(row: int, grad: torch.Tensor) -> CommitItem:
+def _as_item(row: int, grad: torch.Tensor, slots: GradientSlots) -> CommitItem:
     """What a commit would have of this gradient, as far as a check reads it."""
     if not isinstance(grad, GradStandIn):
         return CommitItem(row, AT_REST, grad)
-    if is_in_slot(grad):
+    if is_in_slot(grad, slots, row):
         return CommitItem(row, AT_REST, None, factors=grad.factors)
     real = grad.materialized
     return CommitItem(row, AT_REST, grad.grad_state.copy_home() if real is None else real)

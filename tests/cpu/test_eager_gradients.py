@@ -128,7 +128,9 @@ def test_no_loop_changes_a_bit(kind: type[Deep], loop: str, options: dict[str, A
 
 def in_slots(model: Any) -> set[str]:
     """The parameters whose gradients are in their slots."""
-    return {name for name, p in model.named_parameters() if type(p.grad) is GradStandIn and is_in_slot(p.grad)}
+    slots = session_of(model).nodes.gradients.slots
+    found = enumerate(model.named_parameters())
+    return {name for row, (name, p) in found if type(p.grad) is GradStandIn and is_in_slot(p.grad, slots, row)}
 
 
 def test_they_have_left_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:

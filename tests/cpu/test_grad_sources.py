@@ -116,7 +116,7 @@ def test_stand_ins_of_slots_are_given_again_together_or_not_at_all(kept: str | N
     again = given()
     if kept is None:
         assert [(id(standin), id(standin.grad_state)) for standin in again] == addresses
-    assert all(standin.factors == () and is_in_slot(standin) for standin in again)
+    assert all(standin.factors == () and is_in_slot(standin, slots, row) for row, standin in enumerate(again))  # type: ignore[arg-type]
     of_second = (again[1], again[1].grad_state, again[1].grad_state.source)
     held = holder() if isinstance(holder, weakref.ref) else holder.grad_state if kept == "a detached twin" else holder  # type: ignore[attr-defined]
     assert held is None or not any(each is held for each in of_second)
@@ -129,7 +129,7 @@ def test_a_stand_in_whose_loan_has_ended_is_given_for_a_slot() -> None:
     standins.lend(0, standins.make(0, parameter, HeldGradient(gradient())))
     standins.end_loan(0)
     (given,) = standins.in_slots((0,), [parameter], slots, [None])  # type: ignore[arg-type]
-    assert is_in_slot(given)
+    assert is_in_slot(given, slots, 0)  # type: ignore[arg-type]
 
 
 def test_a_detached_twin_keeps_its_own_gradient() -> None:
