@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from hytrain_fx.capture.backend import Capture
+from hytrain_fx.capture.backend import Capture, has_user_hooks
 from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
 from hytrain_fx.capture.casts import InputCopies
 from hytrain_fx.capture.handed_out import rows_handed_out
@@ -43,7 +43,7 @@ from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
 from hytrain_fx.torch_private.compiling import Edit
-from hytrain_fx.torch_private.tensors import any_tensor_hooks, without_torch_function
+from hytrain_fx.torch_private.tensors import any_tensor_hooks, count_accumulate_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
 from hytrain_fx.weights.streamed_weights import StreamedWeights
 
@@ -100,6 +100,7 @@ class SessionGraphs:
         self._kept_bytes: dict[int, int] = {}  # by number of a unit
         self._anew = False  # whether all is to be captured again
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
+        self._own_hooks = 0  # post-accumulate hooks on these, when they were last looked at
         self.capture: Capture[PipelineRecord] = Capture(
             table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, reads.in_graph, phase,
             self._copies_for)
@@ -154,18 +155,29 @@ class SessionGraphs:
         self._passes, self._anew = passes, True
 
     def must_capture_anew(self) -> bool:
-        """Whether a tensor hook has come to a parameter whose gradient no graph returns.
+        """Whether a user's hook has come to a parameter whose gradient no graph returns.
 
         The hook would see None. Or whether that was asked for (`capture_anew`).
 
         Answers once: the graphs that are captured next return it.
         """
         with without_torch_function():
-            if not self._anew and not any_tensor_hooks(self._kept.values()):
+            if not self._anew and not any_tensor_hooks(self._kept.values()) and not self._users_hooks_came():
                 return False
-        self._anew = False
+        self._anew, self._own_hooks = False, 0
         self._kept.clear()
         return True
+
+    def _users_hooks_came(self) -> bool:
+        """Whether any post-accumulate hook is a user's: looked at where there are more or fewer.
+
+        Ours only become more.
+        """
+        count = count_accumulate_hooks(self._kept.values())
+        if count != self._own_hooks and any(map(has_user_hooks, self._kept.values())):
+            return True
+        self._own_hooks = count
+        return False
 
     @contextmanager
     def _around_forward(self, graph: int) -> Iterator[None]:

@@ -88,6 +88,7 @@ def property_reader(name: str) -> Callable[[Tensor], Any]:
 
 
 _hooks_of: Final = property_reader("_backward_hooks")
+_accumulate_hooks_of: Final = property_reader("_post_accumulate_grad_hooks")
 get_grad: Final[Callable[[Tensor], Tensor | None]] = property_reader("grad")
 """`.grad` read in C, whatever the class of the parameter. Call it `without_torch_function`."""
 set_grad: Final[Callable[[Tensor, Tensor | None], None]] = vars(torch._C.TensorBase)["grad"].__set__
@@ -103,6 +104,11 @@ def any_tensor_hooks(parameters: Iterable[nn.Parameter]) -> bool:
     Call it `without_torch_function`: looking is no access to the values.
     """
     return any(map(_hooks_of, parameters))
+
+
+def count_accumulate_hooks(parameters: Iterable[nn.Parameter]) -> int:
+    """How many post-accumulate hooks are on all of them. Call it `without_torch_function`."""
+    return sum(map(len, filter(None, map(_accumulate_hooks_of, parameters))))
 
 
 def gradient_hooks(parameter: nn.Parameter) -> tuple[Callable[..., Any], ...]:

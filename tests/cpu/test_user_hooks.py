@@ -177,6 +177,26 @@ def test_a_post_accumulate_hook_registered_in_mid_run(k: int) -> None:
     compare(mlp, loop, k=k)
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_post_accumulate_hook_in_mid_run_on_a_sum_of_calls(k: int) -> None:
+    """It finds the sum of all micro-batches, also where a backward adds up two calls first."""
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = plain_loop(2)(model, optimizer, batches)
+        seen: list[float] = []
+        handle = model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
+        for _ in range(2):
+            model(*batches[0]).backward()
+            (model(*batches[1]) + model(*batches[2])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.remove()
+        assert len(seen) == 4
+        return losses + seen
+
+    compare(mlp, loop, k=k)
+
+
 def test_forward_and_backward_hooks_of_modules() -> None:
     """Module hooks registered before compile see what they see in plain torch.compile.
 
