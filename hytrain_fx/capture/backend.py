@@ -68,7 +68,7 @@ class Capture(Generic[R]):
     around_backward      entered, with the graph's index, while a compiled backward graph runs; may
                          give what edits its results
     around_forward       entered, with the graph's index, while any other compiled graph runs
-    around_call          entered while torch calls what it has compiled, with its own preparations
+    call                 calls what torch has compiled, with its own preparations, with inputs
     timed                entered, with the phase of start-up it is, while a graph is compiled or
                          rewritten
     copies_for           says, of a graph with its example inputs and their rows, which inputs are
@@ -83,7 +83,7 @@ class Capture(Generic[R]):
         rewrite: Callable[[CapturedGraph], R],
         around_backward: Callable[[int], AbstractContextManager[compiling.Edit | None]] = lambda _: contextlib.nullcontext(),
         around_forward: Callable[[int], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
-        around_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        call: Callable[[Callable[..., Any], Sequence[Any]], Any] = lambda compiled, inputs: compiled(*inputs),
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies | None] | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Capture(Generic[R]):
         self._rewrite = rewrite
         self._around_backward = around_backward
         self._around_forward = around_forward
-        self._around_call = around_call
+        self._call = call
         self._timed = timed
         self._copies_for = copies_for
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
@@ -135,11 +135,7 @@ class Capture(Generic[R]):
         alive = self._alive
         compiled = by_parameters(gm, example_inputs, lambda: alive()._row_of, lambda: partial(alive()._compile, patches=patches))
 
-        def call(*inputs: Any) -> Any:
-            with alive()._around_call():
-                return compiled(*inputs)
-
-        return call
+        return lambda *inputs: alive()._call(compiled, inputs)
 
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, *, patches: dict[str, Any]

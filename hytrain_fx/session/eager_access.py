@@ -151,12 +151,8 @@ class EagerAccess:
         """
         if self._is_over():
             return
-        row = self._table.row_of[id(parameter)]
-        self.writes.watch([row])
-        self.touched.add(row)
         self._outside.touched()
-        if torch.is_grad_enabled():
-            self._uses_eagerly([row])
+        self._reached([self._table.row_of[id(parameter)]], in_forward=False)
 
     @property
     def reached(self) -> set[int]:
@@ -180,10 +176,16 @@ class EagerAccess:
         return not self._is_over() and (
             self.copies.may_give_back(row) or self.streamed.may_lose_memory(row) or self.host_copies.are_wanted)
 
-    def _uses_eagerly(self, rows: Collection[int]) -> None:
-        """Eager code has read these weights where gradients are on: some may come from it."""
-        self._gradients.parts.used_eagerly.update(rows)
-        self._listen(rows)
+    def _reached(self, rows: Collection[int], *, in_forward: bool) -> None:
+        """Eager code reads these weights, and may write to them.
+
+        Where gradients are on, some may come from it.
+        """
+        self.writes.watch(rows)
+        self.touched.update(rows)
+        if torch.is_grad_enabled():
+            self._gradients.parts.use_eagerly(rows, in_forward=in_forward)
+            self._listen(rows)
 
     def follow_placement(self) -> None:
         """States rest elsewhere. Gradients that stay on the device are real tensors.
@@ -274,10 +276,7 @@ class EagerAccess:
         self.copies.before_eager_code()
         self.streamed.keep_all()
         self._gradients.held.let_go_of_all()
-        self.writes.watch(self._all_rows)
-        self.touched.update(self._all_rows)
-        if torch.is_grad_enabled():
-            self._listen(self._all_rows)
+        self._reached(self._all_rows, in_forward=True)
 
     @whole()
     def _wait_in_forward(self, rows: Sequence[int]) -> None:
@@ -287,11 +286,7 @@ class EagerAccess:
     @whole()
     def _read_in_forward(self, rows: Sequence[int]) -> None:
         self.streamed.keep(rows)
-        self.writes.watch(rows)
-        self.touched.update(rows)
-        if torch.is_grad_enabled():
-            self._uses_eagerly(rows)
-            self._gradients.parts.used_in_forward.update(rows)
+        self._reached(rows, in_forward=True)
 
     def leave_forward(self) -> None:
         """The compiled call is over. Raises what a wait has raised in the middle of it."""
@@ -335,8 +330,7 @@ class EagerAccess:
         self.touched = set(held)  # whoever holds them may write to them at any time
         self.last_gradient_rows, self.gradient_rows = self.gradient_rows, set()
         self._accumulates, self._several_a_step = self._several_a_step, False
-        self._gradients.parts.used_eagerly.clear()
-        self._gradients.parts.used_in_forward.clear()
+        self._gradients.parts.step_ends()
 
     def _settle_held(self, held: Sequence[int]) -> None:
         if held:

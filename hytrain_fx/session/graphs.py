@@ -42,6 +42,7 @@ from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
+from hytrain_fx.torch_private.autograd import compiled_node, running_node
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, count_accumulate_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
@@ -102,7 +103,7 @@ class SessionGraphs:
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self._own_hooks = 0  # post-accumulate hooks on these, when they were last looked at
         self.capture: Capture[PipelineRecord] = Capture(
-            table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, reads.in_graph, phase,
+            table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, self._call, phase,
             self._copies_for)
 
     def _copies_for(self, gm: fx.GraphModule, inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies | None:
@@ -179,6 +180,12 @@ class SessionGraphs:
         self._own_hooks = count
         return False
 
+    def _call(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        with self._in_graph():
+            results = compiled(*inputs)
+        self._nodes.gradients.parts.forward_ran(compiled_node(results))
+        return results
+
     @contextmanager
     def _around_forward(self, graph: int) -> Iterator[None]:
         with self._nodes.fetched.running(graph, self._fetches[graph]), self._nodes.all_waited(graph):
@@ -198,8 +205,8 @@ class SessionGraphs:
         with without_torch_function():
             self._require_no_hooks(rows)
             elsewhere = self._destinations.elsewhere(rows)
-        if shared := self._nodes.gradients.parts.used_in_forward & rows:
-            # Autograd adds up the parts that eager code makes of these gradients, in its own order.
+        self._nodes.gradients.parts.backward_runs(running_node())
+        if shared := self._nodes.gradients.parts.of_autograd & rows:
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
         reading = self._nodes.fetched.running(graph, self._fetches[graph], backward=True)
         with self._noticed(), self._plain(self._read[graph]), self._in_graph(), reading, self._nodes.all_run(graph, elsewhere):

@@ -1,6 +1,6 @@
 """What is private of the backward that runs.
 
-Its number, its end, and what it does with each leaf's gradient.
+Its number, its node, its end, and what it does with each leaf's gradient.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hytrain_fx.torch_private.names import private_name
@@ -56,6 +57,25 @@ def leaf_gradient(accumulator: Node) -> LeafGradient:
 def running_backward() -> int:
     """Which backward runs on this thread: a number of its own, -1 outside of one."""
     return int(_graph_task_id()())
+
+
+def running_node() -> Node:
+    """The node that the backward on this thread runs."""
+    return cast(Node, private_name("torch._C", "_current_autograd_node")())
+
+
+def compiled_node(results: Iterable[Any]) -> Node | None:
+    """The node that runs the backward of the compiled function that gave these results.
+
+    It is one and the same, and lives as long as the graph. None where no gradient comes there.
+    """
+    for result in results:
+        node: Any = result.grad_fn if isinstance(result, Tensor) else None
+        while node is not None and not isinstance(node, BackwardCFunction):  # a view that torch has made of a result
+            node = next((before for before, _ in node.next_functions if before is not None), None)
+        if node is not None:
+            return cast(Node, node)
+    return None
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
