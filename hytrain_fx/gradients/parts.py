@@ -4,7 +4,7 @@ Autograd does it so, and every sum has its bits.
 
     (model(a) + model(b)).backward()        one backward, two parts for each weight
     .grad = 1st + 2nd                       where there was none: parts may be added as they come
-    .grad = .grad + (1st + 2nd)             where there was one: laid aside until the backward ends
+    .grad = .grad + (1st + 2nd)             where there was one: parts wait for the backward's end
 
 Laying aside takes device memory for the sum, and the sum goes to the host only when the backward
 ends. So it is done for rows that may get several parts alone: several calls wait for their
@@ -21,27 +21,56 @@ either way.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakSet
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.autograd.graph import Node
 
-from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
+from hytrain_fx.torch_private.autograd import around_accumulation, at_end_of_backward, running_backward
+from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenSum:
-    """What `.grad` was when the backward began, and the parts so far, in the parameter's form."""
+    """The parts of a row so far.
 
+    before     what `.grad` was when the backward began, and is until it ends
+    graphs     the sum of the graphs' parts, in the parameter's form
+    backward   gives None once it is over
+    eager      what autograd has made of eager code's parts
+    """
+
+    parameter: torch.Tensor
     before: torch.Tensor
-    parts: torch.Tensor
+    graphs: torch.Tensor
+    backward: Callable[[], object]
+    eager: torch.Tensor | None = None
+    end: Callable[[], None] = field(init=False)
+    _hidden: bool = False
+
+    def __post_init__(self) -> None:
+        self.end = around_accumulation(self.parameter, self._hide, self._show)
+
+    def _hide(self) -> None:
+        if self.backward() is not None:
+            self._hidden = True
+            with without_torch_function():
+                set_grad(self.parameter, None)
+
+    def _show(self) -> None:
+        if self._hidden:
+            self._hidden = False
+            with without_torch_function():
+                self.eager = get_grad(self.parameter)
+                set_grad(self.parameter, self.before)
 
 
 class BackwardParts:
     """Which rows have had a part in the backward that runs, and which may get more.
 
-    on_end   called when the backward ends, or was found to have ended in an error, if sums are open
+    on_end   called when the backward ends, if sums are open
 
     calls_are_apart   whether each call of the model has a backward of its own, as in a pipeline's
                       schedule, however many calls wait for theirs
@@ -56,6 +85,7 @@ class BackwardParts:
         self.calls_are_apart = False
         self._arrived: set[int] = set()
         self._on_end = on_end
+        self._end: Callable[[], object] = lambda: None  # None once the backward with the sums that are open is over
         self._backward = -1
         self._call = 0  # number of the last one
         self._waiting: WeakKeyDictionary[Node, int] = WeakKeyDictionary()  # by node of a compiled backward: its call
@@ -103,8 +133,7 @@ class BackwardParts:
         if backward != self._backward:
             self._backward = backward
             self._arrived.clear()
-            if self.open:
-                self._on_end()  # the last backward has not
+            self.settle()
         again = self._arrived.intersection(rows) if self._arrived else set()
         self.several |= again
         self._arrived.update(rows)
@@ -121,8 +150,25 @@ class BackwardParts:
         """
         return row not in self.open and (row in again or not self.may_get_more(row))
 
-    def lay_aside(self, row: int, before: torch.Tensor, part: torch.Tensor) -> None:
+    def lay_aside(self, row: int, parameter: torch.Tensor, before: torch.Tensor, part: torch.Tensor) -> None:
         """Open a sum; `part` is the sum's own."""
         if not self.open:
-            at_end_of_backward(self._on_end)
-        self.open[row] = OpenSum(before, part)
+            on_end = partial(self._on_end)  # nobody but the backward has it
+            at_end_of_backward(on_end)
+            self._end = ref(on_end)
+        self.open[row] = OpenSum(parameter, before, part, self._end)
+
+    def settle(self) -> None:
+        """End the sums that are open, or forget them where their backward has ended in an error."""
+        if self.open and self._end() is not None:
+            self._on_end()
+        self.close()
+
+    def close(self) -> dict[int, OpenSum]:
+        """No sum is open from now on. Gives those that were."""
+        return {row: self.drop(row) for row in tuple(self.open)}
+
+    def drop(self, row: int) -> OpenSum:
+        """Its sum is not open from now on: `.grad` is what it was."""
+        self.open[row].end()
+        return self.open.pop(row)

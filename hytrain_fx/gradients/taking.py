@@ -99,9 +99,8 @@ class SessionGradients(GradientsAtHand):
 
     def _undo(self, row: int) -> None:
         parameter, had = self.table.parameters[row], self._before.had(row)
-        laid_aside = self.parts.open.pop(row, None)
-        if laid_aside is not None:
-            set_grad(parameter, laid_aside.before)
+        if row in self.parts.open:
+            self.parts.drop(row)
         elif self._before.had_none(row):
             set_grad(parameter, None)
             self._engine.discard(self._states.pieces.of(row))
@@ -113,17 +112,19 @@ class SessionGradients(GradientsAtHand):
 
     def end_sums(self) -> None:
         """Add what came in a backward that has ended to the gradients that were there before it."""
-        sums = dict(self.parts.open)
-        self.parts.open.clear()
         with torch.no_grad(), without_torch_function():
-            for row, of in sums.items():
-                parameter = self.table.parameters[row]
-                if parameter.grad is not None:
-                    of.parts.add_(self.real(row, parameter.grad))
-                parameter.grad = of.before
-                self.take_late([row], [of.parts])
+            for row, of in self.parts.close().items():
+                if of.eager is not None:
+                    of.graphs.add_(self.real(row, of.eager))
+                self.take_late([row], [of.graphs])
 
     # ---- gradients of eager code ----
+
+    def is_eager(self, row: int) -> bool:
+        """As that of `GradientsAtHand`. What a sum is to be added to has been told of."""
+        aside = self.parts.open.get(row)
+        with without_torch_function():
+            return (aside is None or get_grad(aside.parameter) is not aside.before) and super().is_eager(row)
 
     def offload_eager(self, row: int) -> None:
         """Offload the `.grad` that autograd has just made of a row, for a stand-in.
@@ -268,8 +269,7 @@ class SessionGradients(GradientsAtHand):
         held = parameter.grad
         if held is None or not self.parts.may_get_more(row) or (isinstance(held, GradStandIn) and is_gone(held)):
             return False
-        self.parts.lay_aside(row, held, like_parameter(grad, self.table.homes[row], copy=True))
-        parameter.grad = None  # autograd puts there what comes from eager code
+        self.parts.lay_aside(row, parameter, held, like_parameter(grad, self.table.homes[row], copy=True))
         return True
 
     def _add(self, row: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
@@ -279,7 +279,7 @@ class SessionGradients(GradientsAtHand):
         """
         parameter = self.table.parameters[row]
         if row in self.parts.open:
-            self.parts.open[row].parts.add_(grad)
+            self.parts.open[row].graphs.add_(grad)
             return grad, False
         held = parameter.grad
         if isinstance(held, GradStandIn):

@@ -231,8 +231,7 @@ class Session:
         begin_s = time.perf_counter()
         self.marks.note(Mark.STEP_BEGIN)
         with torch.no_grad(), without_torch_function():
-            if self.nodes.gradients.parts.open:
-                self.nodes.gradients.end_sums()  # of a backward that ended in an error
+            self.nodes.gradients.parts.settle()
             held = self.eager.before_step()
             read = self._all_rows if self.turns.called_elsewhere else ()  # perhaps after the backward has released them
             items: Sequence[CommitItem] = self.builder.build(self.groups, self.eager.reached.union(read))
@@ -299,7 +298,7 @@ class Session:
             for group in self.groups:
                 for parameter in group["params"]:
                     set_grad(parameter, None)
-            self.nodes.gradients.parts.open.clear()
+            self.nodes.gradients.parts.close()
             self.engine.discard(range(self.engine.rows))
             self.nodes.gradients.slots.taken.update(self._all_rows)
             self.foresight.dropped()

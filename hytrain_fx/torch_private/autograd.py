@@ -78,6 +78,21 @@ def compiled_node(results: Iterable[Any]) -> Node | None:
     return None
 
 
+def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Have these called around autograd's adding to this leaf's `.grad`.
+
+    `before` is called only where there is something to add. Gives what ends it.
+    """
+    node = accumulator(leaf)
+    handles = (node.register_prehook(lambda grads: None if grads[0] is None else before()), node.register_hook(lambda *_: after()))
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have `call` called when the backward that runs on this thread has added all gradients.
 

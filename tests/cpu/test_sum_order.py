@@ -109,7 +109,7 @@ class Between(nn.Module):
         super().__init__()
         self.layer = nn.Linear(16, 16)
 
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def eager(self) -> torch.Tensor:
         return self.layer.weight.sin().sum()
 
