@@ -154,8 +154,11 @@ def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
         return
     parameter, table = session.table.parameters[row], session.states.table(row)
     with without_torch_function():
-        wide = parameter.dtype == torch.float32 or "master" not in entry
-        master = session.states.weight(row).to(torch.float32) if wide else _home(session, row, entry["master"])
+        if parameter.dtype == torch.float32 or "master" not in entry:
+            session.states.take_weight(row)  # of an fp32 weight the device may have only a bf16 copy
+            master = session.states.whole(row).master
+        else:
+            master = _home(session, row, entry["master"])
         session.states.write(row, RowStates(table, master, tuple(_home(session, row, entry[name]) for name in table.names)))
 
 
