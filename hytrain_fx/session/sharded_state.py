@@ -43,9 +43,8 @@ def sharded_states(session: Session, names: Sequence[str]) -> dict[str, Any]:
     steps = session.builder.steps
     if (own := own_entries(session)) is not None:
         return {"state": {name: own.read(row) for row, name in enumerate(names) if own.has(row)}, "param_groups": _groups(session, names)}
-    # Before the first step there are none: zeros then, for a checkpoint to fill.
-    rows = [row for row, count in enumerate(steps) if count] or range(len(steps))
-    state = {names[row]: {"step": torch.tensor(float(steps[row])), **_tensors(session, row)} for row in rows}
+    # All of them, also before their first step: they are what a checkpoint fills.
+    state = {name: {"step": torch.tensor(float(steps[row])), **_tensors(session, row)} for row, name in enumerate(names)}
     return {"state": state, "param_groups": _groups(session, names)}
 
 
@@ -148,8 +147,9 @@ def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
     if (own := own_entries(session)) is not None:
         load_own(session, own, row, entry)
         return
-    session.builder.steps[row] = 0 if entry is None else int(entry["step"])
-    if entry is None:
+    session.builder.steps[row] = steps = 0 if entry is None else int(entry["step"])
+    # A checkpoint of an earlier version left an entry of no step as it was here: its master is of another weight.
+    if entry is None or not steps:
         session.states.clear(row)
         return
     parameter, table = session.table.parameters[row], session.states.table(row)
