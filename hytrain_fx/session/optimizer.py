@@ -15,7 +15,7 @@ from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
 from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states
-from hytrain_fx.torch_private.optimizers import load_state_dict_hooks
+from hytrain_fx.torch_private.optimizers import hand_over_hooks, load_state_dict_hooks
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -169,7 +169,7 @@ def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> Non
     original.step = step  # type: ignore[method-assign]
     original.state = ours.state
     original._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # fused: GradScaler would leave its numbers at the old object
-    original.register_step_pre_hook(_refuse_old_step)
+    hand_over_hooks(original, ours, _refuse_old_step)
 
 
 def _nobody_shares(scaler: torch.amp.GradScaler) -> None:

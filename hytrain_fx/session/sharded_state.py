@@ -148,7 +148,7 @@ def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
         load_own(session, own, row, entry)
         return
     session.builder.steps[row] = steps = 0 if entry is None else int(entry["step"])
-    # A checkpoint of an earlier version left an entry of no step as it was here: its master is of another weight.
+    # Checkpoints of earlier versions do not fill an entry of no step: its master is this run's.
     if entry is None or not steps:
         session.states.clear(row)
         return

@@ -5,13 +5,16 @@ a GradScaler has found.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.torch_private.names import private_name
+
+_HOOKS: Final = "_optimizer_{}_hooks"
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -48,13 +51,32 @@ def found_infs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
     """The hooks registered to run before and after `optimizer.load_state_dict()`."""
-    kinds = []
-    for attribute in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
-        hooks = getattr(optimizer, attribute, None)
-        if hooks is None:
-            raise UnsupportedError(f"torch {torch.__version__} has no Optimizer.{attribute}; hytrain_fx was run on torch 2.11 and 2.13")
-        kinds.append(tuple(hooks.values()))
-    return kinds[0], kinds[1]
+    before, after = (_hooks(optimizer, f"load_state_dict_{when}") for when in ("pre", "post"))
+    return tuple(before.values()), tuple(after.values())
+
+
+def hand_over_hooks(old: torch.optim.Optimizer, new: torch.optim.Optimizer, refuse: Callable[..., None]) -> None:
+    """All hooks registered on `old`, also from now on, are hooks of `new`.
+
+    Raises UnsupportedError.
+
+    refuse   runs before the `step` that the class of `old` has, alone
+    """
+    owner = getattr(old.register_step_pre_hook, "__self__", old)  # another one where `old` was handed over before
+    for kind in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            setattr(new, _HOOKS.format(f"{kind}_{when}"), _hooks(owner, f"{kind}_{when}"))
+    setattr(old, _HOOKS.format("step_pre"), OrderedDict())
+    torch.optim.Optimizer.register_step_pre_hook(old, refuse)
+    old.register_step_pre_hook = new.register_step_pre_hook  # type: ignore[method-assign]
+
+
+def _hooks(optimizer: torch.optim.Optimizer, kind: str) -> dict[int, Callable[..., Any]]:
+    name = _HOOKS.format(kind)
+    hooks = getattr(optimizer, name, None)
+    if hooks is None:
+        raise UnsupportedError(f"torch {torch.__version__} has no Optimizer.{name}; hytrain_fx was run on torch 2.11 and 2.13")
+    return cast(dict[int, Callable[..., Any]], hooks)
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:

@@ -60,7 +60,7 @@ class WithExtra(nn.Module):
         self.first, self.extra = nn.Linear(6, 8), nn.Linear(6, 8)
 
     def forward(self, x: torch.Tensor, use_extra: bool) -> torch.Tensor:
-        found = self.first(x) + self.extra(x) if use_extra else self.first(x)
+        found: torch.Tensor = self.first(x) + self.extra(x) if use_extra else self.first(x)
         return found.square().mean()
 
 
@@ -79,7 +79,7 @@ def step(model: Any, optimizer: Any, *, use_extra: bool) -> None:
 
 @pytest.mark.parametrize("extra_in_file", [True, False], ids=["file has all", "file of an earlier version"])
 def test_a_weight_that_was_never_stepped_is_loaded(extra_in_file: bool, tmp_path: Path) -> None:
-    """It comes from the checkpoint, and is its own master, also where the file has no entry of it."""
+    """It comes from the file, and is its own master, also where the file has no entry of it."""
     model, optimizer = with_extra(0)
     step(model, optimizer, use_extra=False)
     saved = optimizer.sharded_state_dict()
