@@ -14,7 +14,7 @@ import torch
 from hytrain_fx.ir.states import MASTER_ALONE
 from hytrain_fx.runtime.any_optimizer.rule import UpdateRule
 from hytrain_fx.runtime.engine import RowStates
-from hytrain_fx.runtime.own_states import Entry, OwnStates, map_leaves
+from hytrain_fx.runtime.own_states import Entry, OwnStates, leaves, map_leaves
 from hytrain_fx.runtime.states.store import StateStore
 
 
@@ -74,17 +74,23 @@ class OwnEntries:
     def _loaded(self, row: int, name: str, value: Any) -> Any:
         """A copy, tensors where the row rests.
 
-        What was kept in the dtype of a 16-bit weight is in fp32.
+        Floating-point tensors have the dtype that the optimizer makes them in, as far as that is
+        known; what was kept in the dtype of a 16-bit weight is in fp32. `step` is as saved, as in
+        torch.
         """
         dtype, device = self._parameters[row].dtype, self._states[row].master.device
         rests = self._rule.first_entry(row).get(name)
         scalars_rest = isinstance(rests, torch.Tensor) and rests.device.type == "meta"
+        made = {leaf.dtype for leaf in leaves(rests) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
 
         def loaded(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return copy.deepcopy(leaf)
             to = device if leaf.dim() or scalars_rest else torch.device("cpu")
-            return leaf.detach().to(to, torch.float32 if leaf.dtype == dtype else leaf.dtype, copy=True)
+            kept = torch.float32 if leaf.dtype == dtype else leaf.dtype
+            if name != "step" and leaf.is_floating_point() and len(made) == 1:
+                (kept,) = made
+            return leaf.detach().to(to, kept, copy=True)
 
         return map_leaves(value, loaded)
 

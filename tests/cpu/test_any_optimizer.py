@@ -116,6 +116,33 @@ def test_checkpoints_go_both_ways(name: str, from_ours: bool) -> None:
     assert_same(saved[0], expected)
 
 
+@pytest.mark.parametrize("name", CHECKED)
+def test_states_load_in_the_dtype_that_the_optimizer_makes(name: str) -> None:
+    """A bf16 run's checkpoint in an fp32 run: the bits are those of plain torch."""
+    before, batches = start(torch.bfloat16)
+    narrow = make(name, before.parameters())
+    plain_loop(2)(before, narrow, batches)
+    results: list[Any] = []
+    for is_ours in (False, True):
+        torch._dynamo.reset()
+        model, batches = start()
+        optimizer: Any = make(name, model.parameters())
+        if is_ours:
+            _, optimizer = hytrain_fx.compile(model, optimizer, k=2)
+        else:
+            model.compile()
+        saved = through_a_file(before.state_dict(), narrow.state_dict())  # torch steps on in a loaded `step` itself
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        plain_loop(3)(model, optimizer, batches)
+        results.append((weights(model), optimizer.state_dict()["state"]))
+        if is_ours:
+            hytrain_fx.close(model)
+    assert_same(results[1][0], results[0][0])
+    for number, entry in results[0][1].items():
+        assert_same_entry(results[1][1][number], entry)
+
+
 @pytest.fixture(scope="module")
 def ours() -> Iterator[Callable[[], tuple[Any, Any, Batches]]]:
     """One model with bf16 parameters and SGD, two units on the device."""
