@@ -51,8 +51,12 @@ class OwnEntries:
             self._states.take_weight(row)
             return
         wide = parameter.dtype == torch.float32
-        master = torch.empty(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        self._shaped(row, master).copy_(saved["master"] if "master" in saved and not wide else parameter.detach())
+        if wide or "master" not in saved:
+            self._states.take_weight(row)
+            master = self._states[row].master
+        else:
+            master = torch.empty(parameter.numel(), dtype=torch.float32, device=saved["master"].device)
+            self._shaped(row, master).copy_(saved["master"])
         entry = {name: self._loaded(row, name, value) for name, value in saved.items() if wide or name != "master"}
         self._states.write(row, RowStates(MASTER_ALONE, master, own=OwnStates(entry)))
 

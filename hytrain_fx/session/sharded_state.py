@@ -16,15 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import distributed
 
 from hytrain_fx.ir.shard import Shard
-from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import (
-    flat_of,
+    check_row,
     load_options,
-    load_own,
+    load_row,
     own_entries,
     shaped,
     tell_of_rounding,
@@ -63,7 +61,9 @@ def load_sharded_states(session: Session, names: Sequence[str], saved: Mapping[s
         session.update.require_same_states(group, options)
     pairs = zip(session.groups, groups, strict=True)
     group_of = session.builder.groups_by_row([{**group, **options, "params": group["params"]} for group, options in pairs])
-    entries = {row: _required(session, row, found[name], group_of[row]) for row, name in enumerate(names) if name in found}
+    entries = {row: found[name] for row, name in enumerate(names) if name in found}
+    for row, entry in entries.items():
+        check_row(session, row, entry, group_of[row])
     tell_of_rounding(session, entries)
     of_owners = _loaded_by_owners(session, entries)
     session.follow_written_weights()
@@ -71,7 +71,7 @@ def load_sharded_states(session: Session, names: Sequence[str], saved: Mapping[s
         for group, options in zip(session.groups, groups, strict=True):
             load_options(group, options, defaults)
         for row in range(len(session.table)):
-            _load(session, row, entries.get(row, {} if row in of_owners else None))
+            load_row(session, row, _stepped(session, entries.get(row, {} if row in of_owners else None)))
     session.gather_loaded(range(len(session.table)))
 
 
@@ -130,40 +130,9 @@ def _loaded_by_owners(session: Session, rows: Collection[int]) -> Collection[int
     return set(filter(table.is_elsewhere, of_all))
 
 
-def _required(session: Session, row: int, entry: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
-    if (own := own_entries(session)) is not None:
-        own.check(row, entry, group)
-        return entry
-    parameter, name = session.table.parameters[row], session.table.names[row]
-    for key in ("step", *session.states.table(row).names):
-        if key not in entry:
-            raise ValueError(f"the checkpoint has no {key} for {name}, only {sorted(entry)}")
-        if key != "step" and entry[key].shape != parameter.shape:
-            raise ValueError(f"{key} of {name} has shape {tuple(entry[key].shape)} in the checkpoint, expected {tuple(parameter.shape)}")
-    return entry
+def _stepped(session: Session, entry: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The entry; None for one of no step.
 
-
-def _load(session: Session, row: int, entry: Mapping[str, Any] | None) -> None:
-    if (own := own_entries(session)) is not None:
-        load_own(session, own, row, entry)
-        return
-    session.builder.steps[row] = steps = 0 if entry is None else int(entry["step"])
-    # Checkpoints of earlier versions do not fill an entry of no step: its master is this run's.
-    if entry is None or not steps:
-        session.states.clear(row)
-        return
-    parameter, table = session.table.parameters[row], session.states.table(row)
-    with without_torch_function():
-        if parameter.dtype == torch.float32 or "master" not in entry:
-            session.states.take_weight(row)  # of an fp32 weight the device may have only a bf16 copy
-            master = session.states.whole(row).master
-        else:
-            master = _home(session, row, entry["master"])
-        session.states.write(row, RowStates(table, master, tuple(_home(session, row, entry[name]) for name in table.names)))
-
-
-def _home(session: Session, row: int, value: Any) -> torch.Tensor:
-    """What is updated here of a state, flat, in fp32, in the order of the parameter's memory."""
-    if isinstance(value, distributed.tensor.DTensor):
-        return value.to_local().to(torch.float32).reshape(-1)
-    return session.states.pieces.memory(row, flat_of(value, session.table.parameters[row]))
+    Checkpoints of earlier versions do not fill such a one: its master is this run's.
+    """
+    return entry if session.rule is not None or entry is None or int(entry["step"]) else None

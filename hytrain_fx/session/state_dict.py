@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -59,10 +59,10 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
     @in_turn
     def __setitem__(self, parameter: torch.Tensor, entry: dict[str, Any]) -> None:
         row = self._at_rest(parameter)
-        _check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
+        check_row(self._session, row, entry, next(g for g in self._session.groups if any(p is parameter for p in g["params"])))
         tell_of_rounding(self._session, {row: entry})
         with self._session.states.loading(all_states=False):
-            _load_row(self._session, row, entry)
+            load_row(self._session, row, entry)
         self._session.gather_loaded([row])
 
     @in_turn
@@ -71,7 +71,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
             raise KeyError(parameter)
         row = self._at_rest(parameter)
         with self._session.states.loading(all_states=False):
-            _load_row(self._session, row, None)
+            load_row(self._session, row, None)
 
     @in_turn
     def clear(self) -> None:
@@ -184,14 +184,14 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
                 frozen[parameter] = state_dict["state"][number]
     for row, entry in saved_of_row.items():
         if entry is not None:
-            _check_row(session, row, entry, group_of_row[row])
+            check_row(session, row, entry, group_of_row[row])
     tell_of_rounding(session, saved_of_row)
     session.follow_written_weights()  # or the next step() would take weights that were loaded before for newer than these masters
     with session.states.loading(all_states=True):
         for group, saved in zip(groups, saved_groups, strict=True):
             load_options(group, saved, optimizer.defaults)
         for row, entry in saved_of_row.items():
-            _load_row(session, row, entry)
+            load_row(session, row, entry)
         session.gather_loaded(saved_of_row)
         session.frozen_states = {parameter: dict(entry) for parameter, entry in frozen.items()}
 
@@ -220,19 +220,41 @@ def load_options(group: dict[str, Any], saved: Mapping[str, Any], known: Collect
     group.update(copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", MOMENTS)}))
 
 
-def _load_row(session: Session, row: int, saved: dict[str, Any] | None) -> None:
+def load_row(session: Session, row: int, saved: Mapping[str, Any] | None) -> None:
+    """Write a checked entry; None: as before the first step."""
     if (own := own_entries(session)) is not None:
-        load_own(session, own, row, saved)
+        session.builder.steps[row] = int(saved is not None)
+        if not session.table.is_elsewhere(row):
+            own.load(row, saved)
         return
-    parameter, table = session.table.parameters[row], session.states.table(row)
+    states, table = session.states, session.states.table(row)
+    session.builder.steps[row] = 0 if saved is None else int(saved["step"])
     if saved is None:
-        session.builder.steps[row] = 0
-        session.states.clear(row)
+        states.clear(row)
         return
-    session.builder.steps[row] = int(saved["step"])
-    master = saved["master"] if "master" in saved and parameter.dtype != torch.float32 else parameter
-    loaded = RowStates(table, flat_of(master, parameter), tuple(flat_of(saved[name], parameter) for name in table.names))
-    session.states.write(row, loaded.changed(partial(session.states.pieces.memory, row)))
+    with without_torch_function():
+        if "master" in saved and session.table.parameters[row].dtype != torch.float32:
+            master = _home(session, row, saved["master"])
+        else:
+            states.take_weight(row)
+            master = states.whole(row).master
+        states.write(row, RowStates(table, master, tuple(_home(session, row, saved[name]) for name in table.names)))
+
+
+def _home(session: Session, row: int, saved: torch.Tensor) -> torch.Tensor:
+    """What is updated here of a state, flat, in fp32, in the order of the parameter's memory."""
+    local = _local(saved)
+    if local is not saved:
+        return local.to(torch.float32).reshape(-1)
+    parameter = session.table.parameters[row]
+    flat = torch.empty(parameter.numel(), dtype=torch.float32, device=saved.device)
+    _view(flat, parameter).copy_(saved.detach())
+    return session.states.pieces.memory(row, flat)
+
+
+def _local(saved: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor this rank's shard; else the tensor."""
+    return cast(torch.Tensor, saved.to_local()) if hasattr(saved, "to_local") else saved
 
 
 def tell_of_rounding(session: Session, entries: Mapping[int, Mapping[str, Any] | None]) -> None:
@@ -245,14 +267,8 @@ def tell_of_rounding(session: Session, entries: Mapping[int, Mapping[str, Any] |
                       HytrainWarning, stacklevel=4)
 
 
-def load_own(session: Session, own: OwnEntries, row: int, saved: Mapping[str, Any] | None) -> None:
-    """Keep this of a parameter, where this rank updates it; None: nothing."""
-    session.builder.steps[row] = int(saved is not None)
-    if not session.table.is_elsewhere(row):
-        own.load(row, saved)
-
-
-def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping[str, Any]) -> None:
+def check_row(session: Session, row: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+    """Raises ValueError where an entry does not fit, under these options."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"the entry of {session.table.names[row]} is {saved!r} in the checkpoint, expected a dict of states")
     if (own := own_entries(session)) is not None:
@@ -274,7 +290,7 @@ def _check_row(session: Session, row: int, saved: dict[str, Any], group: Mapping
         if name in saved and saved[name].shape != expected:
             raise ValueError(f"{name} of {name_of_row} has shape {tuple(saved[name].shape)} in the checkpoint, expected {tuple(expected)}")
     for state in table.states:
-        if state.marks_ties and bool((saved[state.name] < 0).any()):
+        if state.marks_ties and bool((_local(saved[state.name]) < 0).any()):
             raise ValueError(f"{state.name} of {name_of_row} has negative elements in the checkpoint; none can be")
 
 
@@ -283,13 +299,6 @@ def _is_count(value: object) -> bool:
         return int(value) >= 0  # type: ignore[call-overload,no-any-return]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return False
-
-
-def flat_of(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """As fp32, in the order of the parameter's memory."""
-    flat = torch.empty(parameter.numel(), dtype=torch.float32, device=saved.device)
-    _view(flat, parameter).copy_(saved.detach())
-    return flat
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,23 @@ def test_load_state_dict_brings_no_weight_to_the_device() -> None:
     hytrain_fx.close(model)
 
 
+def test_states_without_masters_bring_no_weight_to_the_device() -> None:
+    """The weights become the masters where they rest, with the bits of the resident run."""
+    losses = []
+    for how in ("resident", "streamed"):
+        model, optimizer = compiled(how)
+        train(model, optimizer, range(2))
+        saved = optimizer.state_dict()
+        for entry in saved["state"].values():
+            del entry["master"]
+        with counted(model) as whole:
+            optimizer.load_state_dict(saved)
+            losses.append(train(model, optimizer, range(2, 5)))
+            assert whole.most == 0
+        hytrain_fx.close(model)
+    assert losses[0] == losses[1]
+
+
 def test_what_is_written_to_a_saved_weight_is_the_weight() -> None:
     """As in plain torch, until the next training forward: the copy is the loop's own then."""
     ends = []
