@@ -5,13 +5,16 @@
 
 What eager code makes autograd adds at any time, so it is averaged when the backward ends. Where
 that cannot be told from what was averaged before, the step is refused: training on with one rank's
-own would part the ranks unnoticed.
+own would part the ranks unnoticed. A gradient that has the same bits on every rank is its own mean.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Final
@@ -22,6 +25,7 @@ from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.errors import RankError, UnsupportedError
 from hytrain_fx.gradients.rows import require_strided
 from hytrain_fx.gradients.shards import GradientShards
+from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.turns import Rows, turns
 from hytrain_fx.ir.task_graph import TaskKind
 from hytrain_fx.runtime.ranks import Packed, Ranks
@@ -52,6 +56,9 @@ class AveragedGradients:
         self._kept: dict[Rows, dict[int, torch.Tensor]] = {}  # by turn and row, where that is not one node
         self._averaged: set[int] = set()  # rows whose `.grad` has come from here
         self._of_eager_code: set[int] = set()  # those of them that eager code has made, in one backward
+        self._since_step: set[int] = set()  # those of them that have come since the last step
+        self._zeroed: set[int] = set()  # those of them that zero_grad() has made zeros
+        self._stepped: dict[int, weakref.ref[torch.Tensor]] = {}  # by row: real tensors that the last step has found in `.grad`
         self._broken_off: str | None = None  # what ended a backward in the middle
 
     def next_backward(self) -> None:
@@ -133,6 +140,8 @@ class AveragedGradients:
         """
         packed = self._ready.pop(turn, None) or self._pack_with_zeros(turn)
         self._averaged.update(turn)
+        self._since_step.update(turn)
+        self._zeroed.difference_update(turn)
         with self.side.beside(reads=[of.bucket for of in packed.values()]):
             sent = self._ranks.send(packed.values(), TaskKind.REDUCE_SCATTER, turn[0])
             parts = {i: part for places, of in zip(packed, sent, strict=True) for i, part in zip(places, of, strict=True)}
@@ -164,7 +173,7 @@ class AveragedGradients:
 
         Then it can be averaged. To one that was averaged, autograd has added this rank's own.
         """
-        if row in self._averaged:
+        if row in self._averaged and row not in self._zeroed:
             self._of_eager_code.discard(row)
             return False
         self._of_eager_code.add(row)
@@ -174,24 +183,82 @@ class AveragedGradients:
         """A graph that has begun ends in an error."""
         self._broken_off = f"{type(error).__name__}: {error}"
 
+    def begins(self, row: int) -> None:
+        """Autograd is about to add to the row's `.grad`. Where that is None, it was dropped."""
+        with without_torch_function():
+            if get_grad(self._table.parameters[row]) is None:
+                self._averaged.discard(row)
+                self._since_step.discard(row)
+
     def dropped(self) -> None:
         """Nobody has a gradient."""
-        self._averaged.clear()
-        self._of_eager_code.clear()
+        for rows in (self._averaged, self._of_eager_code, self._since_step, self._zeroed):
+            rows.clear()
+
+    def zeroed(self) -> None:
+        """Every gradient has become zeros, on all ranks."""
+        grads = self._grads()
+        self._averaged.update(grads)
+        self._zeroed.update(grads)
+        self._note(grads)
 
     def require_all(self, eager: AbstractSet[int]) -> None:
         """Before a step. `eager`: rows that code outside the graphs has given a part.
 
-        Raises UnsupportedError for a gradient that is not averaged.
+        Raises UnsupportedError for a gradient that is not averaged, unless all ranks have the same,
+        and RankError.
         """
-        with without_torch_function():
-            mixed = eager - self._of_eager_code
-            alone = [row for row, parameter in enumerate(self._table.parameters)
-                     if get_grad(parameter) is not None and (row in mixed or row not in self._averaged)]
-        if alone:
+        grads = self._grads()
+        mixed = eager - self._of_eager_code
+        alone = [row for row, grad in grads.items() if row in mixed or not self._is_averaged(row, grad)]
+        if alone and not self._are_alike(alone, grads):
             raise UnsupportedError(
                 f"the gradient of {self._table.names[alone[0]]} (and of {len(alone) - 1} more) was made outside captured graphs and is "
                 "this rank's own: with several ranks such a gradient is averaged where one backward makes a step, and no graph "
                 "makes a part of it. Let torch.compile capture the code (TORCH_LOGS=graph_breaks tells what it does not), or "
                 "average gradients yourself with process_group=False"
             )
+        self._averaged.update(alone)
+        self._zeroed.difference_update(alone)
+        self._note(grads)
+
+    def _grads(self) -> dict[int, torch.Tensor]:
+        """By row: `.grad` where there is one."""
+        with without_torch_function():
+            return {row: grad for row, grad in enumerate(map(get_grad, self._table.parameters)) if grad is not None}
+
+    def _note(self, grads: Mapping[int, torch.Tensor]) -> None:
+        """From now on these count as averaged, and what backwards make.
+
+        Stand-ins need no note: the loop cannot make one.
+        """
+        self._since_step.clear()
+        self._stepped = {row: weakref.ref(grad) for row, grad in grads.items() if type(grad) is not GradStandIn}
+
+    def _is_averaged(self, row: int, grad: torch.Tensor) -> bool:
+        """A backward has made it since the last step, or that step has found it already."""
+        if row in self._since_step:
+            return True
+        is_of_step = type(grad) is GradStandIn or (row in self._stepped and self._stepped[row]() is grad)
+        return row in self._averaged and is_of_step
+
+    def _are_alike(self, rows: Sequence[int], grads: Mapping[int, torch.Tensor]) -> bool:
+        """Whether all ranks have the same bits: torch's `get_state_dict` assigns zeros.
+
+        Raises RankError.
+        """
+        with torch.no_grad():
+            found = tuple(f"{self._table.names[row]} {self._bits(grads[row])}" for row in rows)
+        return len(set(self._ranks.tell("gradients that no backward has averaged", found))) == 1
+
+    def _bits(self, grad: torch.Tensor) -> str:
+        """Those of a gradient, in short. One in a slot is not read: it counts as this rank's."""
+        real: torch.Tensor | None = grad
+        if isinstance(grad, GradStandIn):
+            real = grad.grad_state.copy_out() if grad.zeroed else grad.materialized
+        if real is None or real.layout != torch.strided:
+            return f"of rank {self._ranks.rank}"
+        if not real.any():
+            return "zeros"
+        host = real.cpu().contiguous()
+        return hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()

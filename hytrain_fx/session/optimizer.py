@@ -71,6 +71,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session.zero_grad()
         else:
             super().zero_grad(set_to_none=False)
+            if self.session.nodes.of_ranks:
+                self.session.nodes.of_ranks.zeroed()
 
     def state_dict(self) -> dict[str, Any]:
         """Committed states as `torch.optim.Optimizer.state_dict` has them, on the CPU.

@@ -13,18 +13,20 @@ its arms. What is not, on this rank, the gradients of one node is taken when the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.autograd.graph import Node
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.taking import SessionGradients
 from hytrain_fx.gradients.turns import Rows
-from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
+from hytrain_fx.torch_private.autograd import accumulator, at_end_of_backward, running_backward
 from hytrain_fx.torch_private.tensors import get_grad, set_grad, without_torch_function
 from hytrain_fx.weights.fetched_units import FetchedUnits
 from hytrain_fx.weights.gathered import GatheredWeights
@@ -52,6 +54,7 @@ class RankGradients:
         self._fetched = fetched if isinstance(fetched, GatheredUnits) else None
         self._own: dict[Rows, Rows] = {}  # by the rows that a node names: those whose gradients go to `.grad`
         self._ends: dict[int, _AtEnd] = {}  # by backward: one may run inside another
+        self._watched: dict[int, Node] = {}  # by row that eager code may add to: what autograd adds with
 
     def begin(self, nodes: Sequence[Rows], elsewhere: AbstractSet[int]) -> None:
         """A backward graph begins, whose nodes make gradients of these rows.
@@ -114,6 +117,10 @@ class RankGradients:
         self._averaged.dropped()
         self._ends.clear()  # of backwards that have ended in errors
 
+    def zeroed(self) -> None:
+        """Every gradient has become zeros."""
+        self._averaged.zeroed()
+
     def _enter_backward(self) -> None:
         backward = running_backward()
         if backward not in self._ends:
@@ -137,9 +144,27 @@ class RankGradients:
                 with self._averaged.side.beside():
                     self._gradients.take_late(rows, parts)
                 for row in rows:
+                    self._watch(row)
                     self._gradients.shown.fresh.pop(row, None)  # autograd has told of those of eager code
             self._averaged.side.join()
         del self._ends[backward]
+
+    def _watch(self, row: int) -> None:
+        """From now on autograd tells before it adds to this row's `.grad`.
+
+        The last one may have been dropped unseen: by `model.zero_grad()`, or by hand.
+        """
+        parameter, found = self._table.parameters[row], weakref.ref(self._averaged)
+        if row in self._watched or not parameter.requires_grad:
+            return
+
+        def before(_: object) -> None:
+            averaged = found()
+            if averaged is not None:
+                averaged.begins(row)
+
+        self._watched[row] = accumulator(parameter)
+        self._watched[row].register_prehook(before)
 
     def _begin_eager(self, rows: Rows) -> None:
         parameters = [self._table.parameters[row] for row in rows]

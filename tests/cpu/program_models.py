@@ -242,7 +242,7 @@ class Side:
     def backward(self, loss: torch.Tensor) -> None:
         """The loss's backward; the plain side averages what it makes over the ranks, by hand."""
         if self.setup.ranks > 1 and self.setup.is_partly_eager:
-            self.optimizer.zero_grad()  # sums of gradients that eager code makes are refused
+            self.model.zero_grad()  # sums of gradients that eager code makes are refused
         if self.is_ours or self.setup.ranks == 1:
             loss.backward()
         else:

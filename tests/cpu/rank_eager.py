@@ -1,0 +1,153 @@
+"""What each of two processes does in test_rank_eager.py: gradients that no captured graph makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import hytrain_fx
+
+from .loops import HYPER, HandAdam, weights
+from .rank_loops import Found, compiled, net, tokens_of
+
+SIDE = ((0,), (0, 1), (1,), (), (0, 1))  # by step: which ranks use the layer `side`
+Drop = Callable[[Any, Any], None]
+
+
+def _by_hand(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+DROPS: Mapping[str, Drop] = {
+    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+    "p.grad = None": _by_hand,
+    "zero_grad(set_to_none=False)": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+def broken(rank: int) -> Any:
+    """A model whose layers `side` and `head`, the last, are eager code."""
+    model: Any = net(rank)
+    for layer in (model.side, model.head):
+        layer.forward = torch.compiler.disable(layer.forward)
+    return model
+
+
+def every_drop(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
+    """For each way to drop gradients: the loop by hand, and ours with states on host and device."""
+    return {f"{name}, {when}": [_hand_run(rank, size, drop, when), *(_our_run(rank, drop, when, k) for k in (0, 3))]
+            for name, drop in DROPS.items() for when in ("after the step", "before the backward")}
+
+
+def _hand_run(rank: int, size: int, drop: Drop, when: str) -> Found:
+    model = broken(rank)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            distributed.broadcast(tensor, 0)
+
+    def average() -> None:
+        for parameter in model.parameters():
+            used = torch.tensor([parameter.grad is not None], dtype=torch.int64)
+            distributed.all_reduce(used)
+            if used:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(size)
+                distributed.all_reduce(parameter.grad)
+
+    model.compile()
+    return _steps(model, HandAdam(model.parameters(), **HYPER), rank, drop, when, average)
+
+
+def _our_run(rank: int, drop: Drop, when: str, k: int) -> Found:
+    model = broken(rank)
+    found = _steps(model, compiled(model, k=k), rank, drop, when, lambda: None)
+    hytrain_fx.close(model)
+    return found
+
+
+def _steps(model: Any, optimizer: Any, rank: int, drop: Drop, when: str, after_backward: Callable[[], None]) -> Found:
+    losses = []
+    for step, takers in enumerate(SIDE):
+        loss = model(tokens_of(rank, step), side=rank in takers)
+        if when == "before the backward":
+            drop(model, optimizer)
+        loss.backward()
+        after_backward()
+        losses.append(loss.item())
+        optimizer.step()
+        losses.append(sum(float(p.grad.double().abs().sum()) for p in model.side.parameters() if p.grad is not None))
+        if when == "after the step":
+            drop(model, optimizer)
+    return {"losses": losses, "weights": weights(model)}
+
+
+def assigned(whose: str, rank: int, size: int) -> list[str]:
+    """Each rank assigns gradients, its own or those that "all" have, in the first or second step.
+
+    What `step()` says.
+    """
+    said = []
+    for steps in range(2):
+        model: Any = net(0)
+        optimizer = compiled(model, k=3)
+        for step in range(steps):
+            model(tokens_of(rank, step)).backward()
+            optimizer.step()
+            model.zero_grad()
+        loss = model(tokens_of(0 if whose == "all" else rank, 7))
+        parameters = [p for name, p in model.named_parameters() if not name.startswith("side")]
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = grad
+        said.append(_said(optimizer.step))
+    return said
+
+
+def _said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except hytrain_fx.errors.UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def stepped_again(rank: int, size: int) -> str:
+    """Without another backward, after gradients were read, and after they were zeroed."""
+    model = broken(rank)
+    optimizer = compiled(model, k=3)
+    model(tokens_of(rank, 0), side=True).backward()
+    optimizer.step()
+    return _said(partial(_step_again, model, optimizer))
+
+
+def _step_again(model: Any, optimizer: Any) -> None:
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad.abs().sum()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+
+
+def first_checkpoint(rank: int, size: int) -> Mapping[str, Found]:
+    """By how weights rest: torch's get_state_dict and set_state_dict before the first step."""
+    found = {}
+    for how in ("resident", "sharded"):
+        model: Any = net(rank)
+        optimizer = compiled(model, weights=how)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        saved, states = get_state_dict(model, optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        set_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=states)
+        unchanged = all(map(torch.equal, before.values(), model.state_dict().values()))
+        moments = [entry["exp_avg"].abs().sum().item() for entry in optimizer.state_dict()["state"].values()]
+        empty = all(p.grad is None for p in model.parameters())
+        model(tokens_of(rank, 0)).backward()
+        optimizer.step()
+        found[how] = {"rates": rates, "moments": moments, "empty": empty, "unchanged": unchanged, "after": weights(model)}
+        hytrain_fx.close(model)
+    return found
