@@ -158,9 +158,9 @@ class RankGradients:
         if row in self._watched or not parameter.requires_grad:
             return
 
-        def before(_: object) -> None:
+        def before(grads: Sequence[torch.Tensor | None]) -> None:
             averaged = found()
-            if averaged is not None:
+            if averaged is not None and grads[0] is not None:  # of graphs autograd gets None: their nodes have taken it
                 averaged.begins(row)
 
         self._watched[row] = accumulator(parameter)

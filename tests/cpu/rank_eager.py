@@ -151,3 +151,16 @@ def first_checkpoint(rank: int, size: int) -> Mapping[str, Found]:
         found[how] = {"rates": rates, "moments": moments, "empty": empty, "unchanged": unchanged, "after": weights(model)}
         hytrain_fx.close(model)
     return found
+
+
+def other_nodes(rank: int, size: int) -> list[str]:
+    """The last rank has frozen a vector: its nodes are not those of the other. What steps say."""
+    model: Any = net(rank)
+    optimizer = compiled(model)
+    model.layers[1].bias.requires_grad_(rank != size - 1)
+    said = []
+    for step in range(3):
+        model(tokens_of(rank, step)).backward()
+        said.append(_said(optimizer.step))
+        model.zero_grad()
+    return said

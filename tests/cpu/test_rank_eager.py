@@ -20,6 +20,12 @@ def test_gradients_of_eager_code_may_be_dropped_by_anybody(tmp_path: Path) -> No
     require_bits_by_hand(ranks, "losses")
 
 
+@pytest.mark.sample(0)
+def test_averaged_gradients_that_come_late_are_taken_in_each_step(tmp_path: Path) -> None:
+    """Where the nodes are not those of the other rank's graph: autograd adds nothing there."""
+    assert started(rank_eager.other_nodes, 2, tmp_path) == [["no error"] * 3] * 2
+
+
 def test_assigned_gradients_of_one_rank_are_refused(tmp_path: Path) -> None:
     """In the first step, and in one after `model.zero_grad()`."""
     for found in started(partial(rank_eager.assigned, "own"), 2, tmp_path):
