@@ -33,6 +33,7 @@ from hytrain_fx.runtime.side_stream import SideStream
 from hytrain_fx.torch_private.tensors import get_grad, without_torch_function
 
 _DONE: Final = ("the end",)  # what a rank tells that has run all graphs of a backward
+_ORDERS_KEPT: Final = 256  # a loop that drops layers at random has a graph for each choice
 
 
 class AveragedGradients:
@@ -83,6 +84,8 @@ class AveragedGradients:
         """
         digests = self._ranks.tell(f"backward {self._backwards}", tuple(map(str, nodes)) or _DONE)
         if digests not in self._orders:
+            if len(self._orders) == _ORDERS_KEPT:
+                self._orders.clear()  # on all ranks at once: they get the same digests
             self._orders[digests] = turns(self._ranks.of_all("the gradients that a backward makes", tuple(nodes)))
         order = self._orders[digests]
         self._order, self._ready, self._kept = deque(order), {}, {}

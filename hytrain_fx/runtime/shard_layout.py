@@ -19,6 +19,7 @@ import torch
 from hytrain_fx.ir.shard import Shard
 from hytrain_fx.torch_private.names import private_function
 
+_KEPT = 4096  # a loop that drops layers at random asks for many choices of rows
 _foreach_copy_ = private_function("_foreach_copy_")
 
 
@@ -95,5 +96,7 @@ class ShardLayouts:
     def __getitem__(self, rows: tuple[int, ...]) -> ShardLayout:
         found = self._made.get(rows)
         if found is None:
+            if len(self._made) == _KEPT:
+                self._made.clear()
             found = self._made[rows] = ShardLayout([self._shards[row] for row in rows])
         return found

@@ -49,7 +49,8 @@ class GatheredWeights:
         self._states = states
         self._pending: deque[tuple[int, ...]] = deque()  # rows of each unit whose shards are to come, in the units' order
         self._rows: set[int] = set()  # in them
-        self._named: dict[tuple[int, ...], tuple[str, ...]] = {}  # by the rows of a step: their parameters
+        self._updated: tuple[int, ...] = ()  # rows of the last step
+        self._names: tuple[str, ...] = ()  # their parameters
         self._layouts = ShardLayouts(table.shards)
         self._lock = RLock()  # another thread may read weights
         self._pid = os.getpid()
@@ -65,9 +66,9 @@ class GatheredWeights:
         with self._lock:
             self.all()
             rows = tuple(sorted(self._table.shards.keys() & set(parameters)))
-            if rows not in self._named:
-                self._named[rows] = tuple(self._table.names[row] for row in rows)
-            self._ranks.require_alike("the parameters that step() updates", self._named[rows])
+            if rows != self._updated:
+                self._updated, self._names = rows, tuple(self._table.names[row] for row in rows)
+            self._ranks.require_alike("the parameters that step() updates", self._names)
             self._rows = {row for row in rows if row not in self._states.streamed}  # those come when they are needed
             self._come.clear()
             of_units = (tuple(row for row in unit.rows if row in self._rows) for unit in self._units)

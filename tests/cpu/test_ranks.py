@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 import hytrain_fx
 from hytrain_fx.errors import ConfigError
+from hytrain_fx.gradients.averaging import AveragedGradients
 from hytrain_fx.gradients.turns import turns
 from hytrain_fx.ir.shard import Shard, shard_of
 from hytrain_fx.runtime.ranks import _bucket
@@ -221,6 +224,19 @@ def test_turns_of_the_same_nodes_are_those_of_the_first_rank(nodes: list[int], c
     of_first = [tuple(nodes[begin:end]) for begin, end in itertools.pairwise([0, *sorted(cuts), 12])]
     others = [draw.sample(of_first, draw.randint(0, len(of_first))) for _ in range(ranks)]
     assert turns([of_first, *others]) == tuple(of_first)
+
+
+def test_what_is_kept_of_many_graphs_has_a_bound() -> None:
+    """A loop that drops layers at random has a graph for each choice. Its order is found again."""
+    ranks: Any = SimpleNamespace(tell=lambda point, found: (hash(found),), of_all=lambda what, found: [found])
+    table: Any = SimpleNamespace(shards={row: Shard(64, 0, 2) for row in range(5000)}, device=torch.device("cpu"))
+    averaged, layouts = AveragedGradients(ranks, table), ShardLayouts(table.shards)
+    for row in [*range(5000), 0]:
+        averaged.begin([(row,), (row + 1,)])
+        assert averaged.is_of_node((row,))
+        assert layouts[(row,)].numel == layouts[(0,)].numel
+    assert len(averaged._orders) <= 256
+    assert len(layouts._made) <= 4096
 
 
 def test_vectors_and_small_matrices_are_whole() -> None:
