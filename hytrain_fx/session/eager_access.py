@@ -156,12 +156,9 @@ class EagerAccess:
 
     @property
     def reached(self) -> set[int]:
-        """Rows whose weight or gradient eager code may have written since the last `step()`."""
-        return self.touched | self.gradient_rows | self._rows_read()
-
-    def _rows_read(self) -> set[int]:
-        """Rows whose gradient on the device somebody may have written to unseen, or may keep."""
-        return {self._table.row_of[of] for of in tuple(self._gradient_read)}
+        """Rows whose weight or gradient eager code may have written or kept since the last step."""
+        read = {self._table.row_of[of] for of in tuple(self._gradient_read)}
+        return self.touched | self.gradient_rows | read
 
     def touched_parameters(self) -> Iterable[nn.Parameter]:
         """Those of `touched`."""
@@ -323,7 +320,7 @@ class EagerAccess:
         self.writes.note(rows)
         self.writes.end_step()
         self._settle_held(held)
-        if kept := self._gradients.held.kept_elsewhere(self._rows_read()):
+        if kept := self._gradients.held.kept_elsewhere(self.reached):
             self.wait(kept)
             self._gradients.held.let_go(kept)
         self._gradient_read.clear()

@@ -27,7 +27,7 @@ from hytrain_fx.runtime.engine import Stage
 
 from .loops import TorchAdam, weights
 from .optimizers import EVERY, WithRate, make
-from .rank_loops import Found, backward_averaged, clipped_in_shards, net, tokens_of
+from .rank_loops import Found, backward_averaged, begin_alike, clipped_in_shards, net, tokens_of
 from .shard_loops import LOOPS, Run, place_anywhere
 
 PLACES = (Placement.CPU, Placement.GPU)
@@ -78,7 +78,7 @@ def run_ours(rank: int, loop: Callable[[Run], None], name: str, dtype: torch.dty
 def run_by_hand(rank: int, size: int, loop: Callable[[Run], None], name: str, dtype: torch.dtype) -> Found:
     """With torch alone: the same optimizer, on fp32 masters, and gradients averaged by hand."""
     model: Any = net(rank, dtype)
-    _begin_alike(model)
+    begin_alike(model)
     parameters = trained(model, name)
     kind: Any
     kind, options = EVERY[name]
@@ -87,12 +87,6 @@ def run_by_hand(rank: int, size: int, loop: Callable[[Run], None], name: str, dt
     run = Run(model, optimizer, rank, partial(clipped_in_shards, size, owned=True), size)
     loop(run)
     return {"seen": run.seen, "weights": weights(model)}
-
-
-def _begin_alike(model: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            distributed.broadcast(tensor, 0)
 
 
 def scaled(run: Run) -> None:
@@ -135,7 +129,7 @@ def branches(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
         if ours:
             optimizer: Any = compiled(model, "SGD nesterov")
         else:
-            _begin_alike(model)
+            begin_alike(model)
             optimizer = make("SGD nesterov", model.parameters())
             model.compile()
         seen = []

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hytrain_fx
 
 from .loops import HYPER, HandAdam, weights
-from .rank_loops import Found, compiled, net, tokens_of
+from .rank_loops import Found, average_used, begin_alike, compiled, net, tokens_of
 
 SIDE = ((0,), (0, 1), (1,), (), (0, 1))  # by step: which ranks use the layer `side`
 Drop = Callable[[Any, Any], None]
@@ -47,20 +47,9 @@ def every_drop(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
 
 def _hand_run(rank: int, size: int, drop: Drop, when: str) -> Found:
     model = broken(rank)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            distributed.broadcast(tensor, 0)
-
-    def average() -> None:
-        for parameter in model.parameters():
-            used = torch.tensor([parameter.grad is not None], dtype=torch.int64)
-            distributed.all_reduce(used)
-            if used:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(size)
-                distributed.all_reduce(parameter.grad)
-
+    begin_alike(model)
     model.compile()
-    return _steps(model, HandAdam(model.parameters(), **HYPER), rank, drop, when, average)
+    return _steps(model, HandAdam(model.parameters(), **HYPER), rank, drop, when, lambda: average_used(model, size))
 
 
 def _our_run(rank: int, drop: Drop, when: str, k: int) -> Found:

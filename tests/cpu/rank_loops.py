@@ -201,9 +201,7 @@ class AveragedByHand:
 def by_hand(rank: int, size: int, dtype: torch.dtype, loop: str) -> Found:
     """The same with torch alone."""
     model: Any = net(rank, dtype)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            distributed.broadcast(tensor, 0)
+    begin_alike(model)
     gradients = AveragedByHand(model, size)
     model.compile()
     optimizer = HandAdam(model.parameters(), moments=moments_in(loop), **HYPER)
@@ -321,6 +319,23 @@ def two_plans(rank: int, size: int) -> Sequence[Found]:
     return [ours(rank, torch.bfloat16, "plain", k=k, engine="native") for k in (0, 2, rank)]
 
 
+def begin_alike(model: nn.Module) -> None:
+    """Every rank has the first one's values."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            distributed.broadcast(tensor, 0)
+
+
+def average_used(model: nn.Module, size: int) -> None:
+    """Average each gradient that any rank has; one that has none counts as zeros."""
+    for parameter in model.parameters():
+        used = torch.tensor([parameter.grad is not None], dtype=torch.int64)
+        distributed.all_reduce(used)
+        if used:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(size)
+            distributed.all_reduce(parameter.grad)
+
+
 def other_branches(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
     """A layer is used by one rank, by the other, by both, by none: captured or eager; k=0 and 3."""
     done: dict[str, Sequence[Found]] = {}
@@ -332,20 +347,9 @@ def other_branches(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
 
 def _branches_by_hand(rank: int, size: int, eager: bool) -> Found:
     model: Any = _branching(rank, eager)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            distributed.broadcast(tensor, 0)
-
-    def average() -> None:
-        for parameter in model.parameters():
-            used = torch.tensor([parameter.grad is not None], dtype=torch.int64)
-            distributed.all_reduce(used)
-            if used:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(size)
-                distributed.all_reduce(parameter.grad)
-
+    begin_alike(model)
     model.compile()
-    return _branch_steps(model, HandAdam(model.parameters(), **HYPER), rank, average)
+    return _branch_steps(model, HandAdam(model.parameters(), **HYPER), rank, lambda: average_used(model, size))
 
 
 def _branches_of_ours(rank: int, eager: bool, k: int) -> Found:

@@ -29,7 +29,7 @@ from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
 
 from .loops import HYPER, HandAdam, weights
-from .rank_loops import Found, backward_averaged, clipped_in_shards, compiled, net, tokens_of
+from .rank_loops import Found, backward_averaged, begin_alike, clipped_in_shards, compiled, net, tokens_of
 from .test_cut_parameters import cut_plan
 
 STEPS = 4
@@ -220,10 +220,7 @@ def run_ours(rank: int, loop: Callable[[Run], None], dtype: torch.dtype, seed: i
 def run_by_hand(rank: int, size: int, loop: Callable[[Run], None], dtype: torch.dtype) -> Found:
     """With torch alone."""
     model: Any = net(rank, dtype)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            distributed.broadcast(tensor, 0)
-
+    begin_alike(model)
     model.compile()
     run = Run(model, HandAdam(model.parameters(), **HYPER), rank, partial(clipped_in_shards, size), size)
     loop(run)

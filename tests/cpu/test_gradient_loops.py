@@ -240,14 +240,21 @@ def test_a_gradient_buffer_may_be_written_right_after_step(twins: Twins, edit: b
     twins.agree(loop)
 
 
-def test_gradients_that_were_taken_before_step_may_be_zeroed_after_it(twins: Twins) -> None:
-    """A list of all `.grad`, made before step() and zeroed after it, changes no running update."""
+@pytest.mark.parametrize("touch", [False, True])
+def test_gradients_that_were_taken_before_step_may_be_zeroed_after_it(twins: Twins, touch: bool) -> None:
+    """A list of all `.grad`, made before step() and zeroed after it, changes no running update.
+
+    It is so for weights that the loop has touched too.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
         for step in range(4):
             loss = model(*batches[step % 3])
             loss.backward()
+            if touch:
+                with torch.no_grad():
+                    losses += [float(p.sum()) for p in model.parameters()]
             taken = grads(model)
             optimizer.step()
             torch._foreach_zero_(taken)
