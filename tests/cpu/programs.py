@@ -441,7 +441,7 @@ def main() -> int:
         _worker(of.seed, of.worker, of.programs)
         return 0
     seeds = -(-of.programs // PER_SEED)
-    each = max(1, min(2, seeds // of.processes))
+    each = 2 if seeds >= 8 * of.processes else 1  # a process takes seconds to begin, and a seed up to minutes
     starts = range(of.seed, of.seed + seeds, each)
     begin_s = time.monotonic()
     not_begun: list[int] = []
