@@ -72,6 +72,8 @@ class BackwardParts:
 
     on_end   called when the backward ends, if sums are open
 
+    ranks_average     whether ranks average gradients, all the same ones: what one of them reads
+                      alone, between calls, then gives no gradient to autograd
     calls_are_apart   whether each call of the model has a backward of its own, as in a pipeline's
                       schedule, however many calls wait for theirs
     """
@@ -82,7 +84,7 @@ class BackwardParts:
         self._used_in_forward: set[int] = set()  # those that it has used inside the model's call
         self._used_after_call: set[int] = set()  # and while a call waited for its backward
         self.several: set[int] = set()  # rows that have had several parts, or one of eager code
-        self.calls_are_apart = False
+        self.calls_are_apart = self.ranks_average = False
         self._arrived: set[int] = set()
         self._on_end = on_end
         self._end: Callable[[], object] = lambda: None  # None once the backward with the sums that are open is over
@@ -114,7 +116,7 @@ class BackwardParts:
         self._used_eagerly.update(rows)
         if in_forward:
             self._used_in_forward.update(rows)
-        elif any(node not in self._ran for node in self._waiting):
+        elif not self.ranks_average and any(node not in self._ran for node in self._waiting):
             self._used_after_call.update(rows)
 
     def step_ends(self) -> None:

@@ -50,6 +50,7 @@ class SessionNodes:
         self.fetched = units_of(table, engine, states, units, lambda: marks.held("fetch"), times, self.gathered, streams)
         shards = self.averaged.shards if self.averaged and table.shards else None
         self.gradients = gradients_of(table, engine, states, shards, micro_batches)
+        self.gradients.parts.ranks_average = self.averaged is not None
         self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates, self.fetched)
                          if self.averaged else None)
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
