@@ -321,7 +321,7 @@ class EagerAccess:
         self.writes.end_step()
         self._settle_held(held)
         if kept := self._gradients.held.kept_elsewhere(self.reached):
-            self.wait(kept)
+            self._engine.wait(self._states.pieces.rows(kept))  # gathers nothing: other ranks may have none that is kept
             self._gradients.held.let_go(kept)
         self._gradient_read.clear()
         self.touched = set(held)  # whoever holds them may write to them at any time
