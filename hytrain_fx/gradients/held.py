@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from sys import getrefcount
-from typing import Final
 
 import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
-from hytrain_fx.gradients.sources import HeldGradient, StandIns
+from hytrain_fx.gradients.sources import HELD_ONCE, HeldGradient, StandIns
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.states.store import StateStore
@@ -65,9 +64,10 @@ class HeldGradients:
         return [row for row in rows if row in self._held and self._is_kept(row)]
 
     def _is_kept(self, row: int) -> bool:
+        if getrefcount(self._held[row]) > HELD_ONCE + 1:  # here, and in the source of the stand-in that `.grad` shows
+            return True
         tensor = self._held[row]
-        # It is held here, by `tensor`, and by the source of the stand-in that `.grad` shows.
-        return getrefcount(tensor) > _HELD_HERE or use_count(tensor) > 1 or self._uses_of(tensor) > self._alone
+        return use_count(tensor) > 1 or self._uses_of(tensor) > self._alone
 
     def let_go_of_all(self) -> None:
         """No update is running: nothing reads the gradients that are held."""
@@ -82,14 +82,3 @@ class HeldGradients:
         if any(map(self._engine.pending, rows)):
             self._engine.settle(rows)
             self.let_go([row])
-
-
-def _held_here() -> int:
-    """What `_is_kept` counts where nobody else refers to an object. Interpreters differ in it."""
-    held = {0: object()}
-    source = [held[0]]
-    tensor = held[0]
-    return getrefcount(tensor) if source else 0
-
-
-_HELD_HERE: Final = _held_here()

@@ -343,7 +343,7 @@ def _is_free(held: dict[int, GradStandIn], row: int) -> bool:
 
     And whether nobody has put a mark of their own on it.
     """
-    if sys.getrefcount(held[row]) != _HELD_ONCE:
+    if sys.getrefcount(held[row]) != HELD_ONCE:
         return False
     standin = held[row]
     return use_count(standin) == 1 and len(standin.__dict__) <= 1 and not weakref.getweakrefcount(standin)
@@ -366,5 +366,5 @@ def _all_free(standins: Sequence[GradStandIn], states: Sequence[GradState], sour
 
 _ONE: Final = {0: object()}
 # interpreters differ in what they count beside the holders
-_HELD_ONCE: Final = sys.getrefcount(_ONE[0])
+HELD_ONCE: Final = sys.getrefcount(_ONE[0])
 _HELD_TWICE: Final = next(map(sys.getrefcount, list(_ONE.values())))  # here and in a list that is looked through
