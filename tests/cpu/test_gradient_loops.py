@@ -293,6 +293,35 @@ def test_an_update_on_the_device_waits_for_whoever_has_read_its_gradient() -> No
     assert at_end == [[False] * parameters, [False] * (parameters - 1) + [True], [False] * parameters]
 
 
+KEEPS: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda grad: None,
+    "tensor": lambda grad: grad,
+    "view": lambda grad: grad.view(-1),
+    "numpy": lambda grad: grad.numpy(),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_step_waits_for_a_gradient_that_somebody_keeps_alone(keep: str) -> None:
+    """Clipping reads all gradients and keeps none: then step() waits for no update."""
+    torch._dynamo.reset()
+    made, batches = mlp()
+    model: Any
+    model, optimizer = hytrain_fx.compile(made, torch.optim.AdamW(made.parameters()), k=4)
+    engine = session_of(model).engine
+    waited: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "wait", waited.extend)
+        model(*batches[0]).backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        waited.clear()
+        kept = KEEPS[keep](model.last.weight.grad)
+        optimizer.step()
+    last = session_of(model).table.row_of[id(model.last.weight)]
+    assert waited == ([] if kept is None else [last])
+    hytrain_fx.close(model)
+
+
 class OneLayer(nn.Module):
     """Its backward reads what came in and what came out, and no weight."""
 
