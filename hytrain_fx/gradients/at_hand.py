@@ -109,14 +109,17 @@ class GradientsAtHand:
         read_here(grad)
         return grad if shards is None else shards.part(row, grad)
 
-    def bring_moved(self) -> None:
+    def bring_moved(self) -> list[tuple[int, GradStandIn]]:
         """A gradient that user code has given to another parameter becomes a real tensor there.
 
-        Called `without_torch_function`, before the slot that it is in gets another.
+        Called `without_torch_function`, before the slot that it is in gets another. Gives all
+        stand-ins that `.grad` shows, by row.
         """
-        for row, grad in enumerate(map(get_grad, self.table.parameters)):
-            if type(grad) is GradStandIn and is_moved(grad, self.slots, row):
+        standins = [(row, grad) for row, grad in enumerate(map(get_grad, self.table.parameters)) if type(grad) is GradStandIn]
+        for row, grad in standins:
+            if is_moved(grad, self.slots, row):
                 grad.grad_state.materialize()
+        return standins
 
     def before_move(self) -> None:
         """Slots are about to be other memory.

@@ -90,9 +90,7 @@ class SessionGradients(GradientsAtHand):
     def _backward_begins(self) -> None:
         """Autograd adds to earlier gradients untold where a graph hands on a view of a weight."""
         with without_torch_function():
-            self.bring_moved()
-            grads = enumerate(map(get_grad, self.table.parameters))
-            added = [row for row, grad in grads if type(grad) is GradStandIn and grad.grad_state.added]
+            added = [row for row, grad in self.bring_moved() if grad.grad_state.added]
         if added:
             self.parts.several.update(added)
             self.on_eager_parts(added)
