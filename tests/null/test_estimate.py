@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.replan import planning_guard, should_replan, standard_error
+from hytrain_fx.cost_model.replan import NORMAL_MAD, planning_guard, should_replan, standard_error
 
 
 @given(value=st.floats(1, 1e6), spike=st.floats(2e6, 1e9))
@@ -18,11 +18,11 @@ def test_spikes_do_not_move_the_median(value: float, spike: float) -> None:
 
 
 def test_noise_raises_the_guard() -> None:
-    """The guard is at least 5% and grows with the relative standard error."""
-    calm, noisy = [100.0, 101.0, 99.0] * 3, [100.0, 160.0, 40.0] * 3
+    """The guard is 5% to 50%, and grows with how far apart steps are, however many are measured."""
+    calm, noisy, wild = ([100.0, 100.0 + by, 100.0 - by] * 3 for by in (1.0, 8.0, 60.0))
     assert planning_guard(calm) == 1.05
-    assert planning_guard(noisy) == pytest.approx(1 + 1.5 * standard_error(noisy) / 100.0)
-    assert planning_guard(noisy) > 1.2
+    assert planning_guard(noisy) == planning_guard(noisy * 9) == pytest.approx(1 + 2 * NORMAL_MAD * 0.08)
+    assert planning_guard(wild) == 1.5
     assert planning_guard([]) == planning_guard([0.0] * 3) == 1.05
 
 

@@ -43,11 +43,11 @@ def test_what_holds_a_move_back() -> None:
 
 
 @given(steps=STEPS)
-def test_the_guard_is_at_least_5_percent(steps: list[float]) -> None:
+def test_the_guard_is_5_to_50_percent(steps: list[float]) -> None:
     """Noise of the CPU's time raises the guard; nothing measured gives the guard of the planner."""
-    assert planning_guard(steps) >= 1.05
+    assert 1.05 <= planning_guard(steps) <= 1.5
     assert planning_guard([]) == planning_guard([0.0]) == 1.05
-    assert planning_guard([100.0, 160.0, 40.0]) > 1.2
+    assert planning_guard([100.0, 110.0, 90.0]) > 1.2
 
 
 @given(before=st.lists(st.floats(900, 1100), min_size=3, max_size=9), spike=US, at=st.integers(0, LATEST - 1))
