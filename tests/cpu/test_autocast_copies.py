@@ -84,7 +84,7 @@ def twins() -> Iterator[Twins]:
 
     A first step under autocast makes the copies; then both start again.
     """
-    made = Twins(net, workers=2, timeout_s=60.0)
+    made = Twins(net, workers=2, timeout_s=60.0, warmup_steps=10**6)  # tests place states: no plan of its own comes between
     made.agree(steps(lambda model, optimizer, step: None, count=1))
     assert copied(made.session) == COPIED
     yield made
