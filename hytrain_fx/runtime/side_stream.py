@@ -1,4 +1,8 @@
-"""A stream of a GPU beside the one that computes. On the CPU, where there are no streams, nothing.
+"""Streams of a GPU beside the one that computes. On the CPU, where there are no streams, nothing.
+
+    SideStream       one of our own
+    BackwardStream   the loop's: one calls `backward()`, and that runs on another
+    read_here        memory that may be dropped at once
 
 Memory of nodes is not given to `record_stream`: the launching thread runs ahead of the device, so
 that nothing of it would be free again before the backward ends. Instead what the side stream reads
@@ -11,9 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import torch
+
+from hytrain_fx.torch_private.autograd import at_end_of_backward
 
 _KEPT: Final = 2  # handed over and not waited for
 
@@ -39,9 +46,11 @@ class SideStream:
         present = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(present)
         with torch.cuda.stream(self._stream):
-            yield
-            if reads is not None:
-                self._kept.append((reads, self._stream.record_event()))
+            try:
+                yield
+            finally:  # what was launched before an error reads it all the same
+                if reads is not None:
+                    self._kept.append((reads, self._stream.record_event()))
         if len(self._kept) > _KEPT:
             _, read = self._kept.popleft()
             present.wait_event(read)
@@ -57,6 +66,31 @@ class SideStream:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._kept.clear()
+
+
+class BackwardStream:
+    """The stream that calls `backward()` waits for compiled backwards that ran on another one.
+
+    A backward runs on the stream of its forward. Autograd has the caller's stream wait for that, by
+    the gradients that it adds itself. It is given none of those that graphs keep to themselves, and
+    their AccumulateGrad nodes may be of the stream that was current in `compile()`: of that one,
+    and of no other, the caller waits without this.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._first = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def graph_ended(self) -> None:
+        """A compiled backward has been launched, on the current stream; call it on its thread."""
+        if self._first is None:
+            return
+        here = torch.cuda.current_stream(self._device)
+        if here != self._first:
+            at_end_of_backward(partial(self._wait, here.record_event()))  # it is called on the caller's stream
+
+    def _wait(self, ended: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ended)
 
 
 def read_here(tensor: torch.Tensor) -> None:

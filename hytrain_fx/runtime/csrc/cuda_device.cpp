@@ -36,6 +36,7 @@ constexpr size_t kFlags = 4096;  // allocated at once
 constexpr unsigned kPortable = 1, kWaitUntilReached = 0, kWriteAfterAll = 0;
 // CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: one address for both
 constexpr int kUnifiedAddresses = 41;
+constexpr int kRelaxedCapture = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 // each query takes the lock of launches
 constexpr auto kPollInterval = std::chrono::microseconds(100);
 
@@ -67,6 +68,7 @@ struct Driver {
   // null: not in this driver
   CUresult (*wait_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;
   CUresult (*write_value)(CUstream, CUdeviceptr, uint32_t, unsigned) = nullptr;
+  CUresult (*exchange_capture_mode)(int*) = nullptr;  // of the calling thread
 
   Driver() {
     void* lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
@@ -102,6 +104,7 @@ struct Driver {
     load(host_free, "cuMemFreeHost");
     wait_value = reinterpret_cast<decltype(wait_value)>(dlsym(lib, "cuStreamWaitValue32_v2"));
     write_value = reinterpret_cast<decltype(write_value)>(dlsym(lib, "cuStreamWriteValue32_v2"));
+    exchange_capture_mode = reinterpret_cast<decltype(exchange_capture_mode)>(dlsym(lib, "cuThreadExchangeStreamCaptureMode"));
   }
   void check(CUresult result, const char* what) const {
     if (result == kSuccess) return;
@@ -272,7 +275,15 @@ class CudaDevice : public Device {
     d.pop_current(&popped);
     d.release(ordinal_);
   }
-  void bind_thread() override { shared_->driver.check(shared_->driver.set_current(shared_->context), "set the context"); }
+  void bind_thread() override {
+    const Driver& d = shared_->driver;
+    d.check(d.set_current(shared_->context), "set the context");
+    // A thread of the program may capture a CUDA graph of something else meanwhile (a teacher, a
+    // sampler). Unless this thread says that it takes no part, its queries break the capture, and
+    // are refused.
+    int mode = kRelaxedCapture;
+    if (d.exchange_capture_mode) d.check(d.exchange_capture_mode(&mode), "stay out of captures");
+  }
   EventPtr record_compute(void* stream) override { return record_on(stream); }
   void compute_wait(void* stream, const EventPtr& event) override { wait_on(stream, event); }
   void gather(void* stream, const std::vector<DeviceCopy>& copies) override;
