@@ -3,7 +3,8 @@
     with from_init() as loader:
         model = Model()             runs as it always does, on the CPU
 
-    every operation     is noted, with torch's generator before it, if it writes to memory
+    every operation     is noted, with torch's generator before it and the default dtype, if it
+                        writes to memory
     a parameter         loses its memory while others are filled, and gets it back, by running again
                         what was done to it, when an operation is given it
     the block ends      parameters are on the meta device, the same objects
@@ -80,8 +81,9 @@ class _Noted(NamedTuple):
     """One operation.
 
     reads, writes   memory that it looks at, and that has other values afterwards
-    made            the memory of what it returned
+    made            the memory of what it returned, with its bytes
     generator       torch's CPU generator before it, where it draws
+    default         the default dtype, which an operation without a dtype of its own asks for
     """
 
     run: Any
@@ -89,8 +91,9 @@ class _Noted(NamedTuple):
     kwargs: dict[str, Any]
     reads: frozenset[int]
     writes: frozenset[int]
-    made: tuple[int, ...]
+    made: tuple[tuple[int, int], ...]
     generator: torch.Tensor | None
+    default: torch.dtype
 
 
 class InitRecord(TensorSource):
@@ -156,7 +159,8 @@ class InitRecord(TensorSource):
         writes = frozenset(map(_key, [*_written(operation, args, kwargs), *new]))
         if writes:
             self._known |= {_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in new}
-            self._noted.append(_Noted(operation, at[0], at[1], reads, writes, tuple(map(_key, made)), generator))
+            sizes = tuple((_key(tensor), tensor.untyped_storage().nbytes()) for tensor in made)
+            self._noted.append(_Noted(operation, at[0], at[1], reads, writes, sizes, generator, torch.get_default_dtype()))
             if not name.startswith(("empty", "new_empty")):
                 self._filled |= {_key(tensor): tensor.untyped_storage().nbytes() for tensor in (*given, *made) if _key(tensor) in writes}
                 self._drop_others(reads | writes)
@@ -168,7 +172,8 @@ class InitRecord(TensorSource):
         if key not in self._known:  # made where no operation was seen, from Python's or NumPy's values
             self._known[key] = StorageWeakRef(storage)
             values = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
-            self._noted.append(_Noted(torch.clone, (values,), {}, frozenset(), frozenset({key}), (key,), None))
+            self._noted.append(_Noted(torch.clone, (values,), {}, frozenset(), frozenset({key}), ((key, values.nbytes),), None,
+                                      torch.get_default_dtype()))
         elif key in self._dropped:
             storage.resize_(self._dropped.pop(key))
             if refill:
@@ -245,8 +250,11 @@ class InitRecord(TensorSource):
         yield at.on(self._values([at.memory])[at.memory])
 
     def _values(self, memory: Iterable[int]) -> dict[int, torch.UntypedStorage]:
-        """Such memory as it is after all that was noted, and what it was made of."""
-        generator = torch.get_rng_state()
+        """Such memory as it is after all that was noted, and what it was made of.
+
+        Raises UnsupportedError where an operation gives another size than it did.
+        """
+        generator, default = torch.get_rng_state(), torch.get_default_dtype()
         found: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:
@@ -264,9 +272,12 @@ class InitRecord(TensorSource):
                     if noted.generator is not None:
                         torch.set_rng_state(noted.generator)
                     args, kwargs = pytree.tree_map(real, (noted.args, noted.kwargs))
-                    for key, tensor in zip(noted.made, _tensors(noted.run(*args, **kwargs)), strict=True):
+                    torch.set_default_dtype(noted.default)
+                    for (key, nbytes), tensor in zip(noted.made, _tensors(noted.run(*args, **kwargs)), strict=True):
+                        _require_size(noted, nbytes, tensor)
                         found.setdefault(key, tensor.untyped_storage())
         finally:
+            torch.set_default_dtype(default)
             torch.set_rng_state(generator)
         return found
 
@@ -278,6 +289,13 @@ class InitRecord(TensorSource):
                 memory = (memory - noted.writes) | noted.reads if noted.reads.isdisjoint(noted.writes) else memory | noted.reads
                 found.append(noted)
         return found[::-1]
+
+
+def _require_size(noted: _Noted, nbytes: int, tensor: torch.Tensor) -> None:
+    found = tensor.untyped_storage().nbytes()
+    if found != nbytes:
+        raise UnsupportedError(f"{noted.run} gave {nbytes} bytes within from_init(), and {found} as it was run again: it does not give the "
+                               "same each time, or values that it was given were written past torch's operations (data_ptr(), DLPack)")
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,38 @@ class ByValues(nn.Module):
             self.weight.copy_(torch.poisson(self.weight))
 
 
+class ByDefault(nn.Module):
+    """Leaves dtypes to the default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ones = nn.Parameter(torch.ones(8))
+        self.drawn = nn.Parameter(torch.randn(8, 8) * 0.02)
+        self.full = nn.Parameter(torch.full((4,), 0.3))
+        self.eye = nn.Parameter(torch.eye(4))
+        self.steps = nn.Parameter(torch.linspace(0, 1, 5))
+        self.divided = nn.Parameter(torch.arange(6) / 7)  # integers become floats of the default
+        self.layer = nn.Linear(4, 4)
+
+
+def under(default: torch.dtype, build: Build) -> Any:
+    """What it gives under that default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        return build()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def halved() -> nn.Module:
+    """Another default meanwhile, as Hugging Face has it; then reads what was made under it."""
+    model: ByDefault = under(torch.bfloat16, ByDefault)
+    with torch.no_grad():
+        model.ones.mul_(3)
+    return model
+
+
 def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 4, 2), nn.Bilinear(3, 4, 5))
 
@@ -140,7 +173,7 @@ def transformed(name: str) -> Build:
 MODELS: dict[str, Build] = {
     "odd": Odd, "convolutions": convolutions, "transformer": transformer, "bf16": lambda: transformer().to(torch.bfloat16),
     "fp64": lambda: Odd().double(), "item": Item, "from_weight": FromWeight,
-    "by_other": ByOther, "own_generator": OwnGenerator, "by_values": ByValues,
+    "by_other": ByOther, "own_generator": OwnGenerator, "by_values": ByValues, "halved": halved,
     **{name: transformed(name) for name in ("llama", "qwen3", "mixtral", "gpt2", "bert", "vit")},
 }
 
@@ -187,6 +220,37 @@ def test_the_compiled_model_begins_with_them() -> None:
     model, _ = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), device="cpu", loader=loader, workers=1)
     assert_same({name: value.clone() for name, value in everything(model).items()}, expected)
     hytrain_fx.close(model)
+
+
+def test_the_default_dtype_is_that_of_the_block() -> None:
+    """What was made under one default dtype is made again under it, and the one in force stays."""
+    def recorded() -> tuple[nn.Module, Any]:
+        with hytrain_fx.from_init() as loader:
+            return ByDefault(), loader
+
+    torch.manual_seed(3)
+    expected = everything(under(torch.bfloat16, ByDefault))
+    torch.manual_seed(3)
+    model, loader = under(torch.bfloat16, recorded)
+    before = torch.get_default_dtype()
+    model, _ = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), device="cpu", loader=loader, workers=1)
+    assert torch.get_default_dtype() == before
+    assert_same({name: value.clone() for name, value in everything(model).items()}, expected)
+    hytrain_fx.close(model)
+
+
+def test_another_size_is_an_error() -> None:
+    """An operation gives another size as it is run again, by values that nobody saw written."""
+    with hytrain_fx.from_init() as loader:
+        chosen = torch.zeros(4, dtype=torch.bool)
+        ctypes.memset(chosen.data_ptr(), 1, 4)
+        model = nn.ParameterList([nn.Parameter(torch.ones(4)[chosen])])
+    state, default = torch.get_rng_state(), torch.get_default_dtype()
+    with pytest.raises(UnsupportedError, match=r"aten.index.Tensor gave 16 bytes within from_init\(\), and 0 as it was run again"):
+        hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), device="cpu", loader=loader)
+    assert model[0].is_meta
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == default
 
 
 def test_memory_goes_as_others_are_filled() -> None:
