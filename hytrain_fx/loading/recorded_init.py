@@ -96,6 +96,19 @@ class _Noted(NamedTuple):
     default: torch.dtype
 
 
+class _Left(NamedTuple):
+    """A parameter as the block left it.
+
+    memory     on the meta device
+    at         where it was
+    version    how often it had been written to by then: later writes have no values to change
+    """
+
+    memory: StorageWeakRef
+    at: _At
+    version: int
+
+
 class InitRecord(TensorSource):
     """What was done to the parameters of a model that was made within it."""
 
@@ -107,7 +120,7 @@ class InitRecord(TensorSource):
         self._dropped: dict[int, int] = {}  # bytes of what lost its memory
         self._thread = threading.get_ident()
         self._parameters: dict[int, nn.Parameter] = {}  # by id
-        self._made: dict[int, tuple[StorageWeakRef, _At]] = {}  # by memory on the meta device: what it was
+        self._left: dict[int, _Left] = {}  # by memory on the meta device
         self._within: ExitStack | None = None
 
     # ---- while the model is made ----
@@ -209,13 +222,14 @@ class InitRecord(TensorSource):
             except RuntimeError as error:
                 raise UnsupportedError(f"a parameter of shape {tuple(at.shape)} is held by something besides its model ({error}); "
                                        "from_init() cannot take its memory") from error
-            self._made[memory._cdata] = StorageWeakRef(memory), at
+            self._left[memory._cdata] = _Left(StorageWeakRef(memory), at, _version_of(parameter))
             del parameter, meta  # and with it the memory
-        left = [at for _, at in self._made.values() if at.memory in self._known and not self._known[at.memory].expired()]
-        if left:
-            raise UnsupportedError(f"the memory of a parameter of shape {tuple(left[0].shape)} is held by something besides its model, a "
+        wanted = [left.at for left in self._left.values()]
+        held = [at for at in wanted if at.memory in self._known and not self._known[at.memory].expired()]
+        if held:
+            raise UnsupportedError(f"the memory of a parameter of shape {tuple(held[0].shape)} is held by something besides its model, a "
                                    "buffer or an attribute; from_init() cannot take it")
-        needed = {id(noted) for noted in self._needed({at.memory for _, at in self._made.values()})}
+        needed = {id(noted) for noted in self._needed({at.memory for at in wanted})}
         self._noted = [noted for noted in self._noted if id(noted) in needed]
 
     def _require_memory_of_their_own(self) -> None:
@@ -242,12 +256,17 @@ class InitRecord(TensorSource):
 
     @contextmanager
     def reading(self, name: str, meta: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What plain initialisation would have left in `meta`."""
-        found = self._made.get(meta.untyped_storage()._cdata)
+        """What plain initialisation would have left in `meta`.
+
+        Raises UnsupportedError where it is no parameter that the block left, or was written since.
+        """
+        found = self._left.get(meta.untyped_storage()._cdata)
         if found is None:
             raise UnsupportedError(f"{name} was not made within from_init(), or was converted after it; move .to(dtype) into the block")
-        at = found[1]
-        yield at.on(self._values([at.memory])[at.memory])
+        if _version_of(meta) != found.version:
+            raise UnsupportedError(f"{name} was written after from_init() ended: it has no memory then, and such values are lost. Move "
+                                   "that into the block (model.apply, nn.init, load_state_dict)")
+        yield found.at.on(self._values([found.at.memory])[found.at.memory])
 
     def _values(self, memory: Iterable[int]) -> dict[int, torch.UntypedStorage]:
         """Such memory as it is after all that was noted, and what it was made of.
@@ -300,6 +319,10 @@ def _require_size(noted: _Noted, nbytes: int, tensor: torch.Tensor) -> None:
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # torch counts no writes to inference tensors
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

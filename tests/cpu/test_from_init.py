@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,45 @@ def test_another_size_is_an_error() -> None:
     assert model[0].is_meta
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_default_dtype() == default
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_what_is_written_after_the_block_is_an_error(weights: str) -> None:
+    """It would be lost: `nn.init` and `load_state_dict` do nothing on the meta device, unseen."""
+    def scaled(layer: nn.Module) -> None:
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.01)
+
+    def made() -> tuple[nn.Sequential, Any]:
+        with hytrain_fx.from_init() as loader:
+            return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(torch.bfloat16), loader
+
+    values = made()[0].to_empty(device="cpu").state_dict()
+    for write in (lambda model: model.apply(scaled), lambda model: model.load_state_dict(values)):
+        model, loader = made()
+        objects = list(model.parameters())
+        with warnings.catch_warnings(action="ignore"):  # torch's, that copying to the meta device does nothing
+            write(model)
+        with pytest.raises(UnsupportedError, match=r"^0.(weight|bias) was written after from_init\(\) ended"):
+            hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), device="cpu", loader=loader, weights=weights, workers=1)
+        assert all(one is other and one.is_meta for one, other in zip(objects, model.parameters(), strict=True))
+
+
+def test_what_reads_or_freezes_after_the_block_is_none() -> None:
+    """Conversions to what they are, `state_dict`, freezing and a failed `compile` write nothing."""
+    torch.manual_seed(3)
+    expected = everything(nn.Linear(4, 4))
+    torch.manual_seed(3)
+    with hytrain_fx.from_init() as loader:
+        model: Any = nn.Linear(4, 4)
+    model.float().to("meta").state_dict()
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([model.weight])
+    with pytest.raises(UnsupportedError, match="no weight of this model can be"):
+        hytrain_fx.compile(model, optimizer, device="cpu", loader=loader, weights="streamed", workers=1)
+    model, _ = hytrain_fx.compile(model, optimizer, device="cpu", loader=loader, workers=1)
+    assert_same({name: value.clone() for name, value in everything(model).items()}, expected)
+    hytrain_fx.close(model)
 
 
 def test_memory_goes_as_others_are_filled() -> None:
