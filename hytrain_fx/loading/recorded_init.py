@@ -11,10 +11,13 @@
     a tensor is read    what was done to it is run again
 
 What was done to a tensor is told by memory (storages): a view writes to what it is a view of.
+Memory that NumPy has too may be written between operations. It cannot be resized, which tells it:
+where its bytes are others than operations left, they are kept as they are then.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +38,8 @@ from hytrain_fx.torch_private.operators import every_operation, signature_of
 
 _OVERWRITES: Final = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_"})
 """Operations after which nothing of what their first argument held is left."""
+_UNFILLED: Final = ("empty", "new_empty", "resize_")
+"""How operations are named that leave memory with any values."""
 _KEPT_BYTES: Final = 64 << 20
 """Of parameters whose memory is kept while others are filled."""
 
@@ -118,6 +123,7 @@ class InitRecord(TensorSource):
         self._known: dict[int, StorageWeakRef] = {}  # memory that was seen; a weak reference keeps its number from being used again
         self._filled: dict[int, int] = {}  # bytes of what was written
         self._dropped: dict[int, int] = {}  # bytes of what lost its memory
+        self._shared: dict[int, bytes] = {}  # a digest of what NumPy may write to, as operations left it
         self._thread = threading.get_ident()
         self._parameters: dict[int, nn.Parameter] = {}  # by id
         self._left: dict[int, _Left] = {}  # by memory on the meta device
@@ -143,6 +149,7 @@ class InitRecord(TensorSource):
             self._to_meta()
         self._parameters.clear()
         self._filled.clear()
+        self._shared.clear()
 
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         if threading.get_ident() == self._thread and type(parameter) is nn.Parameter and parameter.device.type == "cpu":
@@ -157,7 +164,7 @@ class InitRecord(TensorSource):
         given = _tensors((args, kwargs))
         if any(tensor.device.type != "cpu" for tensor in given):
             return operation(*args, **kwargs)
-        name = operation._schema.name.removeprefix("aten::")
+        name = _name_of(operation)
         overwritten = args[0] if name in _OVERWRITES and self._is_all_of_its_memory(args[0]) else None
         if overwritten is not None and sum(_key(tensor) == _key(overwritten) for tensor in given) > 1:
             overwritten = None
@@ -174,6 +181,8 @@ class InitRecord(TensorSource):
             self._known |= {_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in new}
             sizes = tuple((_key(tensor), tensor.untyped_storage().nbytes()) for tensor in made)
             self._noted.append(_Noted(operation, at[0], at[1], reads, writes, sizes, generator, torch.get_default_dtype()))
+            shared = writes & self._shared.keys()
+            self._shared |= {_key(tensor): _digest(tensor.untyped_storage()) for tensor in given if _key(tensor) in shared}
             if not name.startswith(("empty", "new_empty")):
                 self._filled |= {_key(tensor): tensor.untyped_storage().nbytes() for tensor in (*given, *made) if _key(tensor) in writes}
                 self._drop_others(reads | writes)
@@ -184,14 +193,28 @@ class InitRecord(TensorSource):
         key, storage = _key(tensor), tensor.untyped_storage()
         if key not in self._known:  # made where no operation was seen, from Python's or NumPy's values
             self._known[key] = StorageWeakRef(storage)
-            values = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
-            self._noted.append(_Noted(torch.clone, (values,), {}, frozenset(), frozenset({key}), ((key, values.nbytes),), None,
-                                      torch.get_default_dtype()))
+            self._note_values(key, storage)
         elif key in self._dropped:
             storage.resize_(self._dropped.pop(key))
             if refill:
                 storage.copy_(self._values([key])[key])
             self._filled[key] = storage.nbytes()
+        elif refill and not storage.resizable():
+            left = self._shared.get(key)
+            if left is None and not any(_name_of(noted.run).startswith(_UNFILLED) for noted in self._needed({key})):
+                left = _digest(self._values([key])[key])
+            self._shared[key] = _digest(storage)
+            if self._shared[key] != left:
+                self._note_values(key, storage)
+
+    def _note_values(self, key: int, storage: torch.UntypedStorage) -> None:
+        """It has these values now, whatever was done to it."""
+        values = _bytes_of(storage).clone()
+        made = ((key, values.nbytes),)
+        clone = torch.ops.aten.clone.default
+        self._noted.append(_Noted(clone, (values,), {}, frozenset(), frozenset({key}), made, None, torch.get_default_dtype()))
+        if not storage.resizable():
+            self._shared[key] = _digest(storage)
 
     def _is_all_of_its_memory(self, tensor: torch.Tensor) -> bool:
         nbytes = self._dropped.get(_key(tensor), tensor.untyped_storage().nbytes())
@@ -212,6 +235,9 @@ class InitRecord(TensorSource):
     def _to_meta(self) -> None:
         """The parameters lose their memory, and what is not of them is forgotten."""
         self._require_memory_of_their_own()
+        for parameter in self._parameters.values():
+            if _key(parameter) not in self._dropped:
+                self._have(parameter, refill=True)  # what NumPy wrote last
         for parameter in list(self._parameters.values()):
             at = _At.of(parameter)
             meta = nn.Parameter(torch.empty_strided(at.shape, at.strides, dtype=at.dtype, device="meta"), parameter.requires_grad)
@@ -294,7 +320,7 @@ class InitRecord(TensorSource):
                     torch.set_default_dtype(noted.default)
                     for (key, nbytes), tensor in zip(noted.made, _tensors(noted.run(*args, **kwargs)), strict=True):
                         _require_size(noted, nbytes, tensor)
-                        found.setdefault(key, tensor.untyped_storage())
+                        found[key] = tensor.untyped_storage()
         finally:
             torch.set_default_dtype(default)
             torch.set_rng_state(generator)
@@ -321,6 +347,16 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _digest(storage: torch.UntypedStorage) -> bytes:
+    """Of memory that cannot be resized, or need not be any more: NumPy has it then."""
+    values: Any = _bytes_of(storage).numpy()
+    return hashlib.sha256(values).digest()
+
+
 def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # torch counts no writes to inference tensors
 
@@ -332,6 +368,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     written = signature_of(operation).written
     return _tensors([given for key, given in (*enumerate(args), *kwargs.items()) if key in written])
+
+
+def _name_of(operation: Any) -> str:
+    return str(operation._schema.name.removeprefix("aten::"))
 
 
 def _as_noted(leaf: Any) -> Any:
