@@ -136,8 +136,11 @@ class _Loading:
         self._undo.append(partial(swap_tensors, of.tensor, new))
 
     def _give_buffer(self, of: Awaited) -> None:
-        new = _empty_like(of.tensor, self._device)
-        self._fill(new, of)
+        if of.name is None:
+            new = of.tensor.to(self._device)  # as `model.to(device)` does it; an expanded one cannot be written to
+        else:
+            new = torch.empty_like(of.tensor, device=self._device)  # the strides of a dense one, and others' elements apart
+            self._fill(new, of)
         for module, name in of.places:
             setattr(module, name, new)
             self._undo.append(partial(setattr, module, name, of.tensor))

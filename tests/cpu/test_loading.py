@@ -17,6 +17,9 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.loading.loaded import _Loading
+from hytrain_fx.loading.meta_tensors import Awaited
+from hytrain_fx.loading.source import AskedSource
 from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
 from .loops import assert_same, weights
@@ -287,4 +290,37 @@ def test_buffers_of_files_are_loaded_and_others_stay(tmp_path: Path) -> None:
     model(torch.randn(4, 8)).backward()
     optimizer.step()
     assert int(model.norm.num_batches_tracked) == 3
+    hytrain_fx.close(model)
+
+
+class Expanded(nn.Module):
+    """Has buffers whose elements are all one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.ones(1, 1).expand(8, 8), persistent=False)
+        self.register_buffer("scale", torch.ones(1).expand(8))
+
+
+def test_an_expanded_buffer_goes_to_the_device_as_with_to() -> None:
+    """Its values are not written one by one, which torch refuses; undoing gives the first one."""
+    model = on_meta(Expanded)
+    mask = model.mask
+    assert isinstance(mask, torch.Tensor)
+    loading = _Loading(model, None, AskedSource(lambda name: torch.ones(1)), torch.device("cpu"), wait=False, ranks=1)
+    loading._give_buffer(Awaited(mask, None, ((model, "mask"),)))
+    assert torch.equal(torch.as_tensor(model.mask), mask)
+    loading.undo()
+    assert model.mask is mask
+
+
+def test_an_expanded_buffer_is_loaded(tmp_path: Path) -> None:
+    """Its values in a file need not be one, and get memory of their own."""
+    values = {name: torch.randn(value.shape) for name, value in Expanded().state_dict().items()}
+    torch.save(values, tmp_path / "one.pt")
+    model = on_meta(Expanded)
+    model, _ = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), device="cpu",
+                                  loader=hytrain_fx.from_torch(tmp_path / "one.pt"), **OPTIONS)
+    assert_same(weights(model), values)
     hytrain_fx.close(model)
