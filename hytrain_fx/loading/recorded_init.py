@@ -72,7 +72,7 @@ class _At:
         return cls(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)
+        return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,15 +304,15 @@ class InitRecord(TensorSource):
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, _Generator):
-                return torch.Generator().set_state(leaf.state)
+                return torch.Generator("cpu").set_state(leaf.state)
             if not isinstance(leaf, _At):
                 return leaf
             if leaf.memory not in found:  # it is overwritten, or only its form is asked for
-                found[leaf.memory] = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype).untyped_storage()
+                found[leaf.memory] = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="cpu").untyped_storage()
             return leaf.on(found[leaf.memory])
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # what autocast converted within the block was noted
                 for noted in self._needed(set(memory)):
                     if noted.generator is not None:
                         torch.set_rng_state(noted.generator)
@@ -348,7 +348,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _digest(storage: torch.UntypedStorage) -> bytes:

@@ -73,6 +73,23 @@ def test_the_default_dtype_is_that_of_the_block() -> None:
     hytrain_fx.close(model)
 
 
+@pytest.mark.parametrize("around", ["autocast", "default device"])
+def test_what_is_in_force_as_values_are_read_changes_none(around: str) -> None:
+    """Neither autocast nor a default device reaches the operations that are run again."""
+    def product() -> nn.ParameterList:
+        return nn.ParameterList([nn.Parameter(torch.rand(6, 6) @ torch.rand(6, 6))])
+
+    torch.manual_seed(3)
+    expected = everything(product())
+    torch.manual_seed(3)
+    with hytrain_fx.from_init() as loader:
+        model = product()
+    within: Any = torch.autocast("cpu", torch.bfloat16) if around == "autocast" else torch.device("meta")
+    with within, loader.reading("0", model[0]) as values:
+        found = {"0": values}
+    assert_same(found, expected)
+
+
 def test_another_size_is_an_error() -> None:
     """An operation gives another size as it is run again, by values that nobody saw written."""
     with hytrain_fx.from_init() as loader:
