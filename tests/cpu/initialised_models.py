@@ -142,6 +142,9 @@ class ByNumpy(nn.Module):
             values[:] = 3
             self.sums.add_(shared)
             shared.mul_(2)  # written by both
+            values[:] = 3  # what it was when it was last asked for
+            self.sums.add_(shared)
+            shared.mul_(2)
             self.sums.add_(shared)
             values[2:] += 1
             self.sums.add_(shared)
