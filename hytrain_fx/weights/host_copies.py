@@ -8,7 +8,8 @@
               next step() or training forward
 
 So neither brings a weight to the device, and a model that never fits can be saved and loaded. From
-the next step() or training forward on a copy is the loop's alone.
+the next step() or training forward on a copy is the loop's alone. None is an inference tensor: it
+could not be followed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class HostCopies:
         The same memory for each of its names, until it is another weight.
         """
         row = self._table.row_of[id(parameter)]
-        with torch.no_grad(), without_torch_function():
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             self._follow(row)
             of = self._of.get(row)
             self._settle([row])
@@ -85,7 +86,7 @@ class HostCopies:
         self._given.pop(row, None)
         if row not in self._of:
             return False
-        with torch.no_grad(), without_torch_function():
+        with torch.inference_mode(False), torch.no_grad(), without_torch_function():
             self._write(row, _on_host(parameter).copy_(values))
         return True
 
@@ -103,7 +104,7 @@ class HostCopies:
             copy, version = self._given[row]
             if copy._version != version:
                 self._given[row] = copy, copy._version
-                with torch.no_grad(), without_torch_function():
+                with torch.inference_mode(False), torch.no_grad(), without_torch_function():
                     self._write(row, copy)
 
     def _write(self, row: int, values: torch.Tensor) -> None:
