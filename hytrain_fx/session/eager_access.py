@@ -237,7 +237,8 @@ class EagerAccess:
             self._gradients.offload_eager(row)
 
     def close(self) -> None:
-        """Autograd tells of no gradient any more."""
+        """Autograd tells of no gradient any more, and no copy is kept."""
+        self.host_copies.forget()
         for hook in self._hooks.values():
             hook.remove()
 

@@ -8,8 +8,9 @@
               next step() or training forward
 
 So neither brings a weight to the device, and a model that never fits can be saved and loaded. From
-the next step() or training forward on a copy is the loop's alone. None is an inference tensor: it
-could not be followed.
+the next step() or training forward on a copy is the loop's alone. One that the loop has dropped
+unwritten is dropped here too (given_copies.py). None is an inference tensor: it could not be
+followed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import increment_versions, without_torch_function
+from hytrain_fx.weights.given_copies import GivenCopies
 from hytrain_fx.weights.outside_writes import OutsideWrites
 
 
@@ -46,7 +48,7 @@ class HostCopies:
         self._states = states
         self._writes = writes
         self._of = states.streamed
-        self._given: dict[int, tuple[torch.Tensor, int]] = {}  # by row: what was handed out, and its version then
+        self._given: dict[int, GivenCopies] = {}  # by row: what was handed out, all of one memory
 
     @property
     def are_wanted(self) -> bool:
@@ -72,9 +74,11 @@ class HostCopies:
             else:
                 self._states.show_if_behind(row)
                 copy.copy_(parameter)
-            if row not in self._given or not torch.equal(_bytes(copy), _bytes(self._given[row][0])):
-                self._given[row] = copy, copy._version
-            return self._given[row][0].detach()
+            given = self._given.get(row)
+            if given is None or (known := given.copy) is None or not torch.equal(_bytes(copy), _bytes(known)):
+                given, known = GivenCopies(), copy
+                self._given[row] = given
+            return given.give(known)
 
     @whole()
     def loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
@@ -92,7 +96,7 @@ class HostCopies:
 
     def follow(self) -> None:
         """Take what was written into copies for the weights."""
-        for row in self._given:
+        for row in tuple(self._given):
             self._follow(row)
 
     def forget(self) -> None:
@@ -100,12 +104,15 @@ class HostCopies:
         self._given.clear()
 
     def _follow(self, row: int) -> None:
-        if row in self._given:
-            copy, version = self._given[row]
-            if copy._version != version:
-                self._given[row] = copy, copy._version
-                with torch.inference_mode(False), torch.no_grad(), without_torch_function():
-                    self._write(row, copy)
+        given = self._given.get(row)
+        if given is None:
+            return
+        if (written := given.written()) is not None:
+            with torch.inference_mode(False), torch.no_grad(), without_torch_function():
+                self._write(row, written)
+        del written
+        if not given.are_held():
+            self._given.pop(row, None)
 
     def _write(self, row: int, values: torch.Tensor) -> None:
         self._engine.drain(self._states.pieces.rows([row]))  # no update may write the weight any more
