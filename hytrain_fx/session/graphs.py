@@ -47,6 +47,7 @@ from hytrain_fx.torch_private.autograd import compiled_node, running_node
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, count_accumulate_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
+from hytrain_fx.weights.saving_hooks import show_to_hook
 from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
@@ -183,6 +184,7 @@ class SessionGraphs:
         return False
 
     def _call(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        show_to_hook(self._streamed, self._table, inputs)
         with self._in_graph():
             results = compiled(*inputs)
         self._nodes.gradients.parts.forward_ran(compiled_node(results))

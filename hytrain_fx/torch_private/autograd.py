@@ -1,6 +1,7 @@
 """What is private of the backward that runs.
 
-Its number, its node, its end, and what it does with each leaf's gradient.
+Its number, its node, its end, and what it does with each leaf's gradient. And who is given what a
+forward saves for it.
 """
 
 from __future__ import annotations
@@ -99,6 +100,21 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     It is not called where that ends in an error.
     """
     private_name("torch.autograd.variable", "Variable")._execution_engine.queue_callback(call)
+
+
+def reading_save_hook() -> Callable[..., Any] | None:
+    """What is called with each tensor that autograd saves in this thread now, and may read it.
+
+    None where nothing is. Activation checkpointing keeps or drops a tensor, and reads none.
+    """
+    pair = _save_hooks()(False)
+    return None if pair is None or getattr(pair[0], "__module__", None) == "torch.utils.checkpoint" else pair[0]
+
+
+@cache  # every compiled forward asks for it
+def _save_hooks() -> Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None]:
+    found = private_name("torch._C._autograd", "_top_saved_tensors_default_hooks")
+    return cast(Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None], found)
 
 
 @cache  # every compiled backward asks for it

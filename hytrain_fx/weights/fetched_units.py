@@ -50,6 +50,7 @@ class FetchedUnits:
     bytes_fetched    copied to slots, since the session began
     times            when units were copied, in a recording; with ranks theirs
     lock             held while memory under a parameter changes
+    held             entered around what a graph waits for
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class FetchedUnits:
         self._table = table
         self._engine = engine
         self._states = states
-        self._held = held  # around what a graph waits for
+        self.held = held
         self._of = states.streamed
         self._unit_of = unit_of_rows(units)
         self._units: dict[int, FetchedUnit] = {}
@@ -172,7 +173,7 @@ class FetchedUnits:
             raise EngineError("internal: weights were fetched outside a compiled graph")
         run.fetched.update(rows)
         mine = [row for row in rows if row in self._of]
-        with self._held() if mine else nullcontext(), self.lock, torch.no_grad(), without_torch_function():
+        with self.held() if mine else nullcontext(), self.lock, torch.no_grad(), without_torch_function():
             for number in dict.fromkeys(self._unit_of[row] for row in mine):
                 unit = self._units[number]
                 self._bring(unit, run)

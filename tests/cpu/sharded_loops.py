@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import hytrain_fx
@@ -34,14 +35,24 @@ from .test_placements import plan_of
 Loops = Mapping[str, Sequence[Found]]
 KINDS = ("resident", "sharded")
 ALL_KINDS = (*KINDS, "sharded_host")
-ON_THE_HOST = ("clipped", "read", "edited", "weights_used", "partly_eager")
+ON_THE_HOST = ("clipped", "read", "edited", "weights_used", "partly_eager", "hooked")
 """Loops that are run with shards on the host too."""
+
+
+def hooked(run: Run) -> None:
+    """Hooks copy what autograd saves, weights too, in every other forward."""
+    for step in run.steps():
+        with saved_tensors_hooks(torch.clone, lambda saved: saved):
+            run.backward(10 * step)
+        run.backward(10 * step + 1)
+        run.end_step()
 
 
 def loops_of_shards(names: Sequence[str], rank: int, size: int) -> Loops:
     """Loops of shard_loops.py in bf16, every second rank slow, with plans of each rank's own."""
     os.environ[NAN_VARIABLE] = "1"
-    return {name: [shard_loops.run_ours(rank, shard_loops.LOOPS[name], torch.bfloat16, weights=of)
+    loops = {**shard_loops.LOOPS, "hooked": hooked}
+    return {name: [shard_loops.run_ours(rank, loops[name], torch.bfloat16, weights=of)
                    for of in (ALL_KINDS if name in ON_THE_HOST else KINDS)] for name in names}
 
 

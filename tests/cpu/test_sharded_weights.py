@@ -42,9 +42,9 @@ def test_loops_of_two_ranks_have_the_bits_of_resident_weights(names: Sequence[st
 
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("names", [("plain", "clipped", "accumulated", "read"), ("edited", "not_dropped", "weights_used"),
-                                   ("broken", "partly_eager", "all_eager")], ids=", ".join)
+                                   ("broken", "partly_eager", "all_eager"), ("hooked",)], ids=", ".join)
 def test_what_loops_do_to_weights_and_gradients_changes_no_bit(names: Sequence[str], tmp_path: Path) -> None:
-    """Reads, edits, writes, graph breaks, eager layers; each rank's states move at every step."""
+    """Reads, edits, writes, graph breaks, eager layers, hooks; states move at every step."""
     require_resident_bits(started(partial(sharded_loops.loops_of_shards, names), 2, tmp_path))
 
 
