@@ -150,7 +150,8 @@ class SlotPool:
         return Counter(slot.nbytes for slot in self.slots)[wanted]
 
     def _make(self, wanted: int) -> Slot:
-        memory = torch.empty(wanted, dtype=torch.uint8, device=self._device)
+        with torch.inference_mode(False):  # training is given the slot later, and writes to it
+            memory = torch.empty(wanted, dtype=torch.uint8, device=self._device)
         slot = Slot(memory)
         if self._device.type == "cuda":  # what had this memory before may still be read on the stream that it comes from
             slot.free = torch.cuda.current_stream(self._device).record_event()

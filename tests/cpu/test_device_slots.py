@@ -126,3 +126,11 @@ def test_an_order_that_changes_is_learned_again() -> None:
     order.stepped()
     order.stepped()  # a step without a forward changes nothing
     assert list(order.needed(5, 1)) == []
+
+
+def test_a_slot_made_in_inference_mode_serves_training() -> None:
+    """An evaluation may be the first to need it; training writes to it later."""
+    pool = SlotPool(CPU, 1)
+    with torch.inference_mode():
+        slot = pool.take(512)
+    assert not slot.memory.is_inference()
