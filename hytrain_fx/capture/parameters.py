@@ -8,6 +8,7 @@ A managed parameter requires grad, is in the optimizer, and has elements. Rows c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -113,10 +114,20 @@ def build_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> Parameter
         raise UnsupportedError("no parameter of the model requires grad and is in the optimizer; there is nothing to train. A model that "
                                "is trained later (a GAN's discriminator): freeze it after hytrain_fx.compile()")
     device = next(iter(managed.values())).device
+    counts = Counter(map(id, in_optimizer))
     for name, parameter in managed.items():
         _check_parameter(name, parameter, device)
+        if counts[id(parameter)] > 1:
+            raise listed_twice(name)
     parameters = tuple(managed.values())
     return ParameterTable(tuple(managed), parameters, {id(p): row for row, p in enumerate(parameters)}, device)
+
+
+def listed_twice(name: str) -> UnsupportedError:
+    """The error for a parameter of this name that groups list twice."""
+    return UnsupportedError(f"{name} is twice in the optimizer's parameter groups: torch.optim would update it twice in each step, with "
+                            "the same gradient; list it once (model.parameters() gives a tied weight once), and take it out of the group "
+                            "that it leaves")
 
 
 def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -28,18 +28,22 @@ from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import ScalarsOf
+from hytrain_fx.session.group_members import GroupMembers
 from hytrain_fx.torch_private.tensors import get_grad
 
 
 class CommitBuilder:
     """Builds the items of one `step()` and counts each row's steps.
 
+    members      which group has which row
     scalars_of   what a step of the optimizer takes
 
     left_out     steps that were left out so far, as far as is known
     """
 
-    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, scalars_of: ScalarsOf) -> None:
+    def __init__(
+        self, table: ParameterTable, states: StateStore, gradients: SessionGradients, members: GroupMembers, scalars_of: ScalarsOf
+    ) -> None:
         self.left_out = 0
         self._steps = [0] * len(table)
         self._in_doubt: Collection[int] = ()  # parameters of the last commit, where it may be left out
@@ -48,6 +52,7 @@ class CommitBuilder:
         self._table = table
         self._states = states
         self._gradients = gradients
+        self._members = members
         self._scalars_of = scalars_of
 
     @property
@@ -76,16 +81,17 @@ class CommitBuilder:
         self._in_doubt = self.parameters_of(items)
         self._was_left_out = was_left_out
 
-    def build(self, groups: Iterable[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
+    def build(self, groups: Sequence[Mapping[str, Any]], touched: set[int]) -> list[CommitItem]:
         """Items for every row with a gradient.
 
         Offloads real gradients of rows on the host on the way.
 
         Nothing is counted (`committed` does that once the engine has them), and nothing changed
         where it raises. Raises GradientConsumedError for a gradient that was dropped and put back
-        by hand, UnsupportedError for a parameter that was added after `compile` and for a sparse
-        gradient.
+        by hand, UnsupportedError for a parameter that was added after `compile` or is listed twice,
+        and for a sparse gradient.
         """
+        self._members.check(groups)
         items: list[CommitItem] = []
         row_of, cut, leaving, steps = self._table.row_of, self._states.pieces.cut, self._states.leaving(), self.steps
         slots, leave = self._gradients.slots, self._gradients.standins.leave
@@ -178,12 +184,6 @@ class CommitBuilder:
 
     def _scalars(self, group: Mapping[str, Any], step: int) -> UpdateScalars:
         return self._scalars_of(group, step, self._table.device.type == "cuda")
-
-    def _row(self, parameter: torch.Tensor) -> int:
-        row = self._table.row_of.get(id(parameter))
-        if row is None:
-            raise _unmanaged(parameter)
-        return row
 
     def _item(self, row: int, grad: torch.Tensor, numbers: UpdateScalars) -> CommitItem:
         # Edited, another's, or its states have moved since the backward, or a step() has taken it.

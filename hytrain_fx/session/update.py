@@ -35,6 +35,7 @@ from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import KERNEL_UPDATES, KernelUpdate, kernel_update
 from hytrain_fx.session.commit import CommitBuilder
+from hytrain_fx.session.group_members import GroupMembers
 
 
 class OptimizerUpdate:
@@ -151,9 +152,10 @@ class OptimizerUpdate:
 
     def make_builder(self, states: StateStore, gradients: SessionGradients) -> CommitBuilder:
         """What makes the items of each commit."""
+        members = GroupMembers(self.table)
         if self.rule is not None:
-            return RuleCommitBuilder(self.table, states, gradients, self.rule)
-        return CommitBuilder(self.table, states, gradients, self._scalars)
+            return RuleCommitBuilder(self.table, states, gradients, members, self.rule)
+        return CommitBuilder(self.table, states, gradients, members, self._scalars)
 
     def require_same_states(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Raise ValueError where a checkpoint's options of a group ask for other states."""
@@ -188,8 +190,10 @@ def _asked_states(group: Mapping[str, Any]) -> str:
 class RuleCommitBuilder(CommitBuilder):
     """Builds the items of one `step()` of an optimizer without a kernel."""
 
-    def __init__(self, table: ParameterTable, states: StateStore, gradients: SessionGradients, rule: UpdateRule) -> None:
-        super().__init__(table, states, gradients, lambda group, step, torch_cuda: AT_REST)
+    def __init__(
+        self, table: ParameterTable, states: StateStore, gradients: SessionGradients, members: GroupMembers, rule: UpdateRule
+    ) -> None:
+        super().__init__(table, states, gradients, members, lambda group, step, torch_cuda: AT_REST)
         self._rule = rule
 
     def with_steps(self, groups: Iterable[Mapping[str, Any]], items: Sequence[CommitItem]) -> Sequence[CommitItem]:
