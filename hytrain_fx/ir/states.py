@@ -109,6 +109,10 @@ class StateTable:
                                    f"that is rounded up now and then would grow by itself. Leave one of the two out")
         return replace(self, states=tuple(replace(state, dtype=narrow) for state in kept))
 
+    def is_part_of(self, other: StateTable) -> bool:
+        """Whether the other one has each of these states, in the same dtype."""
+        return all(state in other.states for state in self.states)
+
     def with_own(self, nbytes: int) -> StateTable:
         """The same with so many bytes in `own_bytes`."""
         return replace(self, own_bytes=nbytes)

@@ -89,7 +89,7 @@ class CommitBuilder:
         Nothing is counted (`committed` does that once the engine has them), and nothing changed
         where it raises. Raises GradientConsumedError for a gradient that was dropped and put back
         by hand, UnsupportedError for a parameter that was added after `compile` or is listed twice,
-        and for a sparse gradient.
+        a group that asks for states that are not there, and a sparse gradient.
         """
         self._members.check(groups)
         items: list[CommitItem] = []
@@ -159,9 +159,9 @@ class CommitBuilder:
 
         Their gradients are in their slots. Nothing is counted.
 
-        Without rows that have no group, or one whose hyper-parameters cannot be read without a wait
-        or an error: that is left to `build`. `known`: what was made before, by group and count of
-        steps.
+        Without rows that have no group, or one that asks for other states or whose hyper-parameters
+        cannot be read without a wait or an error: that is left to `build`. `known`: what was made
+        before, by group and count of steps.
         """
         steps = self.steps
         alike: dict[tuple[int, int], list[int]] = {}
@@ -171,15 +171,16 @@ class CommitBuilder:
                 alike.setdefault((id(group), steps[row] + 1), []).append(row)
         found = []
         for key, of in alike.items():
-            if key not in known:
-                group = group_of[of[0]]
-                if not _readable(group):
-                    continue
-                try:
+            group = group_of[of[0]]
+            if key not in known and not _readable(group):
+                continue
+            try:
+                if key not in known:
                     known[key] = self._scalars(group, key[1])
-                except (ArithmeticError, LookupError, TypeError, UnsupportedError):
-                    continue
-            found.append((known[key], tuple(of)))
+                if fitting := self._members.fitting(of, group):
+                    found.append((known[key], fitting))
+            except (ArithmeticError, LookupError, TypeError, UnsupportedError):
+                continue
         return found
 
     def _scalars(self, group: Mapping[str, Any], step: int) -> UpdateScalars:

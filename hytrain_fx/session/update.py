@@ -31,7 +31,6 @@ from hytrain_fx.runtime.launch import torch_engine_config
 from hytrain_fx.runtime.probe import UpdateProbe
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.rounding import RoundingPlace, parameter_key
-from hytrain_fx.runtime.scalars import UpdateScalars
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.runtime.updates import KERNEL_UPDATES, KernelUpdate, kernel_update
 from hytrain_fx.session.commit import CommitBuilder
@@ -62,7 +61,7 @@ class OptimizerUpdate:
         self._given: list[tuple[dict[str, Any], str, object]] = []
         self._ask_for(moments, optimizer.defaults)
         self._group_of = {id(p): group for group in self._groups for p in group["params"]}
-        self._asked = {id(group): _asked_states(group) for group in self._groups}
+        self._asked: dict[tuple[object, ...], StateTable] = {}  # by the options that tell
 
     def _ask_for(self, moments: str | None, own_options: Collection[str]) -> None:
         """Moments of the groups that do not say theirs, and the seed of those that have none."""
@@ -152,10 +151,10 @@ class OptimizerUpdate:
 
     def make_builder(self, states: StateStore, gradients: SessionGradients) -> CommitBuilder:
         """What makes the items of each commit."""
-        members = GroupMembers(self.table)
+        members = GroupMembers(self.table, states.table, None if self.rule else self._states_asked)
         if self.rule is not None:
             return RuleCommitBuilder(self.table, states, gradients, members, self.rule)
-        return CommitBuilder(self.table, states, gradients, members, self._scalars)
+        return CommitBuilder(self.table, states, gradients, members, self._by_kernel.scalars)
 
     def require_same_states(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Raise ValueError where a checkpoint's options of a group ask for other states."""
@@ -167,24 +166,20 @@ class OptimizerUpdate:
             raise ValueError(f"a parameter group of the checkpoint asks for the states {', '.join(found)}, and this run keeps "
                              f"{', '.join(names)}: give the optimizer the same amsgrad as the checkpoint's before compile()")
 
-    def _scalars(self, group: Mapping[str, Any], step: float, torch_cuda: bool) -> UpdateScalars:
-        """Raises UnsupportedError too where a group asks for other states than at first."""
-        asked = _asked_states(group)
-        had = self._asked.setdefault(id(group), asked)
-        if asked != had:
-            raise UnsupportedError(f"a parameter group has {asked} now, and had {had}: which states are kept is fixed by compile(). Set it "
-                                   "back, or close(model) and compile it again")
-        return self._by_kernel.scalars(group, step, torch_cuda)
+    def _states_asked(self, group: Mapping[str, Any]) -> StateTable:
+        """What a group asks for now, looked up: every step asks for every group.
+
+        Raises UnsupportedError.
+        """
+        table, key = self._by_kernel.table, (repr(group.get(MOMENTS)), bool(group.get("amsgrad")))
+        if key not in self._asked:
+            self._asked[key] = table.under(group)
+        return self._asked[key]
 
     @property
     def _by_kernel(self) -> KernelUpdate:
         assert self._kernel is not None
         return self._kernel
-
-
-def _asked_states(group: Mapping[str, Any]) -> str:
-    """The options of a group that say which states it keeps, in words."""
-    return f"{MOMENTS}={group.get(MOMENTS, 'fp32')!r} and amsgrad={bool(group.get('amsgrad'))}"
 
 
 class RuleCommitBuilder(CommitBuilder):

@@ -280,6 +280,27 @@ def test_a_node_that_did_not_run_is_named_at_the_commit(make_engine: MakeEngine,
             engine.commit([CommitItem(0, scalars)])
 
 
+@pytest.mark.parametrize("place", ["host", "device", "streamed"])
+def test_amsgrad_without_its_state_is_an_error_and_nothing_is_updated(make_engine: MakeEngine, place: str) -> None:
+    """An update would read a maximum where there is no memory; an early one is not begun."""
+    amsgrad = AdamScalars.of({**GROUP, "amsgrad": True}, 1, decoupled=True, torch_cuda=False)
+    with make_engine() as engine:
+        if not isinstance(engine, NativeEngine):
+            pytest.skip("the engine in torch has the error from the update")
+        row, none = frozenset([0]), frozenset[int]()
+        on_device, streamed = row if place == "device" else none, row if place == "streamed" else none
+        loop = EngineLoop(engine, (10,), torch.float32, on_device, streamed)
+        before = loop.weights[0].clone()
+        if place == "host":
+            engine.grad_offload([0], [torch.ones(10)])
+            engine.arm_cpu([0])
+            engine.arm_reload([0])
+            engine.commit_early((0,), amsgrad)
+        with pytest.raises(EngineError, match="row 0 is committed with amsgrad and has no state for it"):
+            engine.commit([CommitItem(0, amsgrad, None if place == "host" else torch.ones(10), at_end=True)])
+        assert torch.equal(loop.weights[0], before)
+
+
 def test_a_second_gradient_before_the_wait_is_refused(make_engine: MakeEngine) -> None:
     """A gradient for a row whose last weight nobody waited for means a dropped wait node."""
     with make_engine() as engine:

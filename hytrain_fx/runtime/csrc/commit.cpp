@@ -76,6 +76,7 @@ bool Commit::has_ended() const {
 
 void Commit::check(const CommitItem& item) {
   const Row& row = state_.row(item.row);
+  if (!row.has_states_for(item.scalars)) throw std::logic_error(row.name() + " is committed with amsgrad and has no state for it");
   if (!row.on_host()) {
     if (row.phase == Phase::PENDING) throw std::runtime_error(row.name() + " is committed while its last update is in flight");
     if (!item.grad) throw std::logic_error(row.name() + " is updated on the device and is committed without its gradient");

@@ -6,6 +6,7 @@ void EarlyUpdates::begin(const int32_t* rows, int n, const UpdateScalars& scalar
   for (int i = 0; i < n; ++i) {
     Row& row = state_.row(rows[i]);
     if (!row.on_host() || row.phase != Phase::GRAD || row.withdrawn > 0 || !guesses_.may_guess(row, row.guess.count())) continue;
+    if (!row.has_states_for(scalars)) continue;  // its commit tells
     CommitItem item{};
     item.row = row.index;
     item.n_factors = row.guess.count();

@@ -40,6 +40,11 @@ bool Row::is_home() const {
   });
 }
 
+bool Row::has_states_for(const UpdateScalars& scalars) const {
+  const States& states = place == Place::DEVICE ? device.states : host.states;
+  return !(scalars.flags & kAmsgrad) || states.at[2];
+}
+
 void Row::begin_chunks() {
   issued = 0;
   for (Chunk& chunk : chunks) chunk.begin_gradient();

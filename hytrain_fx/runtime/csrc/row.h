@@ -106,6 +106,7 @@ class Row {
   bool may_be_flagged(bool foreseen) const;
   bool was_foreseen(const CommitItem& item) const;
   bool is_home() const;  // no state is in a shadow
+  bool has_states_for(const UpdateScalars& scalars) const;
 
   void begin_chunks();
   void begin_update(const CommitItem& item, uint64_t number);
