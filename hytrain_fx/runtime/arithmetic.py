@@ -32,7 +32,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.limits import MAX_FACTORS
 from hytrain_fx.ir.states import ADAMW, Kernel
 from hytrain_fx.runtime.rounding import rounding_key
-from hytrain_fx.runtime.scalars import UpdateFlag, UpdateScalars, f32, number, pair, read_gradient
+from hytrain_fx.runtime.scalars import Coefficient, UpdateFlag, UpdateScalars, coefficient, coefficients, f32, number, pair, read_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,14 @@ class AdamScalars(UpdateScalars):
         Computed as torch.optim does: in double, each rounded to binary32 where it meets a tensor.
         decoupled    AdamW's weight decay, else Adam's
         torch_cuda   the TORCH_CUDA form
-        `lr` and betas may be 0-dim tensors (read here: waits for their device). Raises
-        UnsupportedError for hyper-parameters that are missing or not numbers, a beta1 outside [0,
-        1) or more than MAX_FACTORS factors.
+        Hyper-parameters may be tensors of one element (read here: waits for their device). What is
+        made of one is then computed in its dtype, as with foreach=False; fused=True reads numbers.
+        Raises UnsupportedError for hyper-parameters that are missing or not numbers, a beta1
+        outside [0, 1) or more than MAX_FACTORS factors.
         """
-        lr, eps, weight_decay = (number(group, key) for key in ("lr", "eps", "weight_decay"))
-        beta1, beta2 = pair(group, "betas")
+        one, two = (number, pair) if group.get("fused") else (coefficient, coefficients)
+        lr, eps, weight_decay = (one(group, key) for key in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = two(group, "betas")
         if not 0.0 <= beta1 < 1.0:
             raise UnsupportedError(f"beta1 is {beta1}; Adam needs 0 <= beta1 < 1")
         if len(factors) > MAX_FACTORS:
@@ -94,15 +96,16 @@ class AdamScalars(UpdateScalars):
 
     @classmethod
     def _computed(
-        cls, group: Mapping[str, object], step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-        decoupled: bool, torch_cuda: bool, factors: tuple[float, ...], key: int,
+        cls, group: Mapping[str, object], step: float, lr: Coefficient, beta1: Coefficient, beta2: Coefficient, eps: Coefficient,
+        weight_decay: Coefficient, decoupled: bool, torch_cuda: bool, factors: tuple[float, ...], key: int,
     ) -> AdamScalars:
-        lerp = f32(1 - beta1)
+        # A beta1 in a tensor has the parameter's dtype for this in torch, and its own for the rest.
+        lerp = f32(1 - (beta1.float() if isinstance(beta1, torch.Tensor) else beta1))
         from_end = lerp >= 0.5
         # Both are exact. For beta1 = 0 they are zeros of other signs, and so is m where g is -0 (of
         # torch's CPU kernel in whole vectors).
         less_one = -(1.0 - lerp) if torch_cuda else lerp - 1.0
-        l2 = weight_decay != 0 and not decoupled
+        l2 = bool(weight_decay != 0) and not decoupled
         switches = (
             (UpdateFlag.MAXIMIZE, group.get("maximize")),
             (UpdateFlag.AMSGRAD, group.get("amsgrad")),

@@ -19,6 +19,9 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.limits import MAX_FACTORS
 from hytrain_fx.ir.states import Kernel
 
+Coefficient = float | torch.Tensor
+"""A number, or a real tensor of 0 dimensions."""
+
 
 class UpdateFlag(IntFlag):
     """Bits of `UpdateScalars.flags`; mirrors UpdateFlags in csrc/update_scalars.h."""
@@ -108,21 +111,43 @@ def number(group: Mapping[str, object], key: str) -> float:
 
 def pair(group: Mapping[str, object], key: str) -> tuple[float, float]:
     """Like `number`, for an option of two."""
-    value = _option(group, key)
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return _number(value[0], key), _number(value[1], key)
-    raise UnsupportedError(f"{key} of a parameter group is {value!r}: expected a pair of numbers")
+    first, second = _two(group, key)
+    return _number(first, key), _number(second, key)
 
 
-def f32(value: float) -> float:
-    """Nearest binary32, as a Python float."""
-    return ctypes.c_float(value).value
+def coefficient(group: Mapping[str, object], key: str) -> Coefficient:
+    """An option as torch's step computes with it: a tensor stays one, in its dtype and place."""
+    return _coefficient(_option(group, key), key)
+
+
+def coefficients(group: Mapping[str, object], key: str) -> tuple[Coefficient, Coefficient]:
+    """Like `coefficient`, for an option of two."""
+    first, second = _two(group, key)
+    return _coefficient(first, key), _coefficient(second, key)
+
+
+def f32(value: Coefficient) -> float:
+    """Nearest binary32, as a Python float. Reading a tensor waits for its device."""
+    return ctypes.c_float(value).value  # type: ignore[arg-type]
 
 
 def _option(group: Mapping[str, object], key: str) -> object:
     if key not in group:
         raise UnsupportedError(f"a parameter group has no {key!r}, only {sorted(group)}; write it back: group[{key!r}] = ...")
     return group[key]
+
+
+def _two(group: Mapping[str, object], key: str) -> Sequence[object]:
+    value = _option(group, key)
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return value
+    raise UnsupportedError(f"{key} of a parameter group is {value!r}: expected a pair of numbers")
+
+
+def _coefficient(value: object, key: str) -> Coefficient:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(())
+    return _number(value, key)
 
 
 def _number(value: object, key: str) -> float:

@@ -20,8 +20,9 @@ from torch.optim import lr_scheduler as lrs
 import hytrain_fx
 from hytrain_fx.runtime.engine import Stage
 
-from .loops import Loop, Twins, compare, plain_loop, weights
+from .loops import Loop, Twins, assert_same, compare, plain_loop, weights
 from .models import Batches, mlp
+from .test_adamw_bits import correctly_rounded_sqrt, needs_torch_fma
 from .test_schedulers import SCHEDULERS
 
 PLACES: dict[str, dict[str, Any]] = {"host": {"k": 0}, "both": {"k": 2}, "streamed": {"k": 1, "stream": 1.0}}
@@ -304,6 +305,34 @@ def test_a_rate_in_a_tensor(twins: Twins) -> None:
         return losses
 
     twins.agree(loop)
+
+
+@needs_torch_fma
+@pytest.mark.parametrize("k", [0, 2])
+def test_options_in_tensors_train_as_torch_does(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 steps of AdamW with lr and betas in tensors have the bits of torch's own class.
+
+    Its square root is correctly rounded here, as ours.
+    """
+    correctly_rounded_sqrt(monkeypatch)
+    for betas in ((0.9, 0.999), (torch.tensor(0.9), torch.tensor(0.999))):
+        found = []
+        for ours in (True, False):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model: Any
+            model, batches = mlp()
+            optimizer: Any = torch.optim.AdamW(
+                model.parameters(), lr=torch.tensor(1e-3), betas=betas, weight_decay=0.1, foreach=False)
+            if ours:
+                _, optimizer = hytrain_fx.compile(model, optimizer, k=k)
+            else:
+                model.compile()
+            plain_loop(16)(model, optimizer, batches)
+            found.append(weights(model))
+            if ours:
+                hytrain_fx.close(model)
+        assert_same(*found)
 
 
 @pytest.mark.sample(1)
