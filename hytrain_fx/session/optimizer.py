@@ -14,7 +14,7 @@ from hytrain_fx.session import open_share
 from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
-from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states
+from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states, require_form
 from hytrain_fx.torch_private.optimizers import hand_over_hooks, load_state_dict_hooks
 
 
@@ -106,6 +106,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises ValueError, and changes nothing, where it does not fit.
         """
         self._require_own()
+        state_dict = {**state_dict, "param_groups": self.session.update.completed(state_dict["param_groups"])}
         with self.session.turns.state:
             self.session.drain()
             load_sharded_states(self.session, self._saved_names, state_dict, self.defaults)
@@ -115,13 +116,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, and changes nothing, where it does not fit.
 
-        A 16-bit parameter without `master` takes its present weight for it.
+        A 16-bit parameter without `master` takes its present weight for it. Options that the groups
+        lack become what the optimizer's class takes for them, as in torch.
         """
         self._require_own()
         state_dict = copy.copy(state_dict)
         before, after = load_state_dict_hooks(self)
         for hook in before:
             state_dict = hook(self, state_dict) or state_dict
+        require_form(state_dict)
+        state_dict = {**state_dict, "param_groups": self.session.update.completed(state_dict["param_groups"])}
         with self.session.turns.state:
             self.session.drain()
             load_states(self.session, self, state_dict)

@@ -160,13 +160,12 @@ def whole_states(session: Session, row: int) -> RowStates:
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Write a checkpoint's states and group options.
 
-    The session is drained; the groups are those of its optimizer.
+    Its form is checked. The session is drained; the groups are those of its optimizer.
 
     Raises ValueError, and writes nothing, where groups, shapes or the kinds of states do not match.
     After an error while they are written, memory that runs out say, nothing is trained or saved
     until all have been loaded (`StateStore.require_whole`).
     """
-    _check_form(state_dict)
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     require_alike_groups([len(g["params"]) for g in groups], saved_groups)
     for group, saved in zip(groups, saved_groups, strict=True):
@@ -196,7 +195,8 @@ def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: 
         session.frozen_states = {parameter: dict(entry) for parameter, entry in frozen.items()}
 
 
-def _check_form(state_dict: object) -> None:
+def require_form(state_dict: object) -> None:
+    """Raise ValueError for what is no optimizer's state_dict."""
     kinds = {"state": Mapping, "param_groups": Sequence}
     if not isinstance(state_dict, Mapping) or not all(isinstance(state_dict.get(key), kind) for key, kind in kinds.items()):
         found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__

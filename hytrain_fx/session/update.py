@@ -11,7 +11,9 @@ All that follows is decided here.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,7 @@ class OptimizerUpdate:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, table: ParameterTable, ranks: Ranks | None, moments: str | None) -> None:
+        self._optimizer = optimizer
         self._groups = optimizer.param_groups
         self._kernel = kernel_update(optimizer)
         self.rule = None if self._kernel else UpdateRule(optimizer, table.parameters, table.names)
@@ -155,6 +158,18 @@ class OptimizerUpdate:
         if self.rule is not None:
             return RuleCommitBuilder(self.table, states, gradients, members, self.rule)
         return CommitBuilder(self.table, states, gradients, members, self._by_kernel.scalars)
+
+    def completed(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A checkpoint's groups with what the optimizer's class takes for options that they lack.
+
+        Its `__setstate__` says, as in torch's `load_state_dict`. It runs on another object, without
+        parameters, and may raise.
+        """
+        shell = object.__new__(type(self._optimizer))
+        vars(shell).update(vars(self._optimizer) | {"defaults": dict(self._optimizer.defaults)})
+        groups = [copy.deepcopy({**saved, "params": []}) for saved in saved_groups]
+        shell.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+        return [{**made, "params": saved["params"]} for made, saved in zip(shell.param_groups, saved_groups, strict=True)]
 
     def require_same_states(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         """Raise ValueError where a checkpoint's options of a group ask for other states."""
