@@ -74,4 +74,5 @@ def _is_as_seen(now: tuple[Sequence[torch.Tensor], StateTable | None], seen: tup
 def _in_words(table: StateTable) -> str:
     """The options of a group that keeps these states."""
     moments = "bf16" if any(state.dtype == "bfloat16" for state in table.states) else "fp32"
-    return f"{MOMENTS}={moments!r} and amsgrad={any(state.option == 'amsgrad' for state in table.states)}"
+    options = dict.fromkeys(state.option for state in table.states if state.option is not None)
+    return " and ".join([f"{MOMENTS}={moments!r}", *(f"{option}=True" for option in options)])

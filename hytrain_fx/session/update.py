@@ -186,7 +186,8 @@ class OptimizerUpdate:
 
         Raises UnsupportedError.
         """
-        table, key = self._by_kernel.table, (repr(group.get(MOMENTS)), bool(group.get("amsgrad")))
+        table = self._by_kernel.table
+        key = repr(group.get(MOMENTS)), *(bool(group.get(state.option)) for state in table.states if state.option is not None)
         if key not in self._asked:
             self._asked[key] = table.under(group)
         return self._asked[key]
