@@ -26,7 +26,8 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     As torch's, it has no entry before a parameter's first step, and gives an empty one where it is
     asked. An entry is a copy on the CPU whose tensors refuse writes in place, which would be lost:
-    assign a tensor to its key, or an entry, instead. Deleting or emptying an entry makes it as
+    assign a tensor to its key, or an entry, instead. (As inference tensors do; docs/limits.md has
+    what torch lets pass.) Deleting or emptying an entry makes it as
     before the first step. Raises KeyError where a parameter that is not managed is assigned to or
     deleted, ValueError where what is assigned does not fit.
     """

@@ -258,6 +258,21 @@ def test_a_state_dict_right_after_step_waits_for_slow_updates(dtype: torch.dtype
     hytrain_fx.close(model)
 
 
+def require_documented_copies(state: Any, parameter: torch.Tensor) -> None:
+    """What docs/limits.md says of an entry's tensors: writes that are lost, and a loss."""
+    expected = state[parameter]["exp_avg"].clone()
+    with torch.inference_mode():
+        state[parameter]["exp_avg"].zero_()
+    state[parameter]["exp_avg"].numpy()[:] = 0
+    state[parameter]["exp_avg"].detach().zero_()
+    state[parameter]["exp_avg"].data.zero_()
+    assert torch.equal(state[parameter]["exp_avg"], expected)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        (parameter * state[parameter]["exp_avg"]).sum()
+    penalty = (parameter.float() * state[parameter]["exp_avg"].clone()).sum()
+    assert torch.equal(torch.autograd.grad(penalty, parameter)[0], expected.to(parameter.dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_states_by_parameter(dtype: torch.dtype) -> None:
     """`optimizer.state` has state_dict's entries.
@@ -282,6 +297,7 @@ def test_states_by_parameter(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match=r"[Ii]nplace update to inference tensor"):
         state[first]["exp_avg"].zero_()
     before = weights(model)
+    require_documented_copies(state, first)
     state[first] = state[first] | {"exp_avg": torch.ones_like(first, dtype=torch.float32)}
     assert bool((optimizer.state_dict()["state"][0]["exp_avg"] == 1).all())
     del state[first]
