@@ -20,13 +20,14 @@ from torch import fx
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.states import MASTER_ALONE, StateTable
+from hytrain_fx.runtime.any_optimizer.alike import entry_of, kinds_of, values_of
 from hytrain_fx.runtime.any_optimizer.check import Untrusted, check_one_by_one, refuse_searches
 from hytrain_fx.runtime.any_optimizer.recording import Form, Recording, Untraceable, entry_after, record
 from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, options_of
 from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine, RowStates, RowStep
-from hytrain_fx.runtime.own_states import Entry, OwnStates, frozen, is_scalar, is_tensor, map_leaves
+from hytrain_fx.runtime.own_states import Entry, OwnStates, is_tensor, map_leaves
 from hytrain_fx.runtime.probe import MAX_PARAMS, UpdateProbe
 
 
@@ -87,10 +88,10 @@ class UpdateRule:
         attributes: dict[str, Any] = {}
         before, self._alike = self._alike, {}  # what no row of this step shares is not kept
         self._shells = Shells.of(self._optimizer)
-        of_all = _same_as(self._shells.attributes)
+        of_all = values_of(self._shells.attributes)
         for group in groups:
             options, changed = options_of(group), Options()
-            group_key = of_all, _same_as(options)
+            group_key = of_all, values_of(options)
             for row in (self._row_of[id(p)] for p in group["params"] if id(p) in self._row_of):
                 if row in rows:
                     made[row] = step = self._step(row, options, rows[row], group_key, before)
@@ -176,10 +177,10 @@ class UpdateRule:
     def _traced(self, row: int, options: Options, own: OwnStates, group: Hashable, before: Mapping[Hashable, Recording]) -> TracedStep:
         """Raises Untraceable; TypeError where a state or a constant cannot be compared."""
         form = self._forms[row]
-        kinds = form, _signature(options, values=False), _signature(own.entry, values=False)
+        kinds = form, kinds_of(options), kinds_of(own.entry)
         if kinds in self._untraceable:  # so is the next step
             raise Untraceable(self._untraceable[kinds])
-        key = group, form, _signature(own.entry, values=True)
+        key = group, form, entry_of(own.entry)
         try:
             recording = self._alike.get(key) or before.get(key) or record(self._shells, form, options, own.entry)
             self._alike[key] = recording
@@ -198,32 +199,6 @@ class UpdateRule:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _same_as(values: Mapping[str, Any]) -> Hashable:
-    """Equal for equal values; where they cannot be compared, equal to nothing."""
-    try:
-        return _signature(values, values=True)
-    except TypeError:
-        return object()
-
-
-def _signature(entry: Mapping[str, Any] | None, *, values: bool) -> Hashable:
-    """Equal for entries (options, attributes) from which a step has the same operations.
-
-    With `values` of scalars, they also have the same numbers.
-
-    Raises TypeError for what cannot be compared.
-    """
-
-    def of_leaf(leaf: Any) -> Any:
-        if is_scalar(leaf):
-            return leaf.dtype, leaf.item() if values else None
-        if isinstance(leaf, torch.Tensor):
-            return Form.of(leaf), leaf.dtype
-        return leaf if values else type(leaf)
-
-    return frozen(map_leaves(entry, of_leaf))
 
 
 # ---- Times the user's optimizer on the device, on a row like one of the model's ----
