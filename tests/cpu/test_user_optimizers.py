@@ -6,6 +6,7 @@ Every loop here also runs in plain torch, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from random import Random
 from typing import Any
 
 import pytest
@@ -104,3 +105,49 @@ def test_every_element_of_an_option_counts(size: int) -> None:
         optimizer.param_groups[0]["bound"][size // 2] = 0.01 / (step + 1)
 
     assert_as_plain(lambda model: Clipped([{"params": list(model.parameters()), "bound": torch.ones(size)}]), steps(4, tighter))
+
+
+class Bound:
+    """An object that a class keeps its numbers in."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def test_numbers_within_an_object_count() -> None:
+    """A step reads an attribute of an object that the optimizer holds as it is now."""
+    bound = Bound(1.0)
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        bound.value = 1.0
+
+        def tighter(model: Any, optimizer: Any, step: int) -> None:
+            bound.value = 0.01 / (step + 1)
+
+        return steps(4, tighter)(model, optimizer, batches)
+
+    assert_as_plain(lambda model: Clipped(model.parameters(), clip=bound), loop)
+
+
+class Drawing(WithRate):
+    """Scales its step by what a random generator of its own gives next."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, 0.1)
+        self.random = Random(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        scale = self.random.random()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
+def test_an_object_that_a_step_changes_goes_on_from_there() -> None:
+    """Also where its state is not in attributes, as of a random generator."""
+    assert_as_plain(lambda model: Drawing(model.parameters()), steps(4))

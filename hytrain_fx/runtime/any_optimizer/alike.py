@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.runtime.any_optimizer.recording import Form
+from hytrain_fx.runtime.any_optimizer.shell import may_change_unseen
 from hytrain_fx.runtime.own_states import Entry, frozen, is_scalar, map_leaves
 
 _FEW_BYTES = 1024  # more of a tensor are not kept in a key, only their hash
@@ -23,7 +24,7 @@ _FEW_BYTES = 1024  # more of a tensor are not kept in a key, only their hash
 def values_of(values: Mapping[str, Any]) -> Hashable:
     """Equal for equal values; where they cannot be compared, equal to nothing."""
     try:
-        return frozen(map_leaves(values, lambda leaf: _numbers(leaf) if isinstance(leaf, torch.Tensor) else leaf))
+        return frozen(map_leaves(values, _read))
     except TypeError:
         return object()
 
@@ -48,6 +49,17 @@ def kinds_of(values: Mapping[str, Any] | None) -> Hashable:
     Raises TypeError for what cannot be compared.
     """
     return frozen(map_leaves(values, lambda leaf: _form(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)))
+
+
+def _read(leaf: Any) -> Any:
+    """What a step can read in a leaf. Raises TypeError where that may change unseen."""
+    if isinstance(leaf, torch.Tensor):
+        return _numbers(leaf)
+    if isinstance(leaf, tuple):  # of a class of its own
+        return type(leaf), frozen(map_leaves(tuple(leaf), _read))
+    if may_change_unseen(leaf):
+        raise TypeError(f"a {type(leaf).__name__} is compared by its identity, and its attributes may change")
+    return leaf
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
