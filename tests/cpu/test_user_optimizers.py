@@ -5,6 +5,7 @@ Every loop here also runs in plain torch, with the same bits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import hytrain_fx
+from hytrain_fx.errors import EngineError, HytrainError
 
 from .loops import assert_same, weights
 from .models import Batches
@@ -151,3 +153,109 @@ class Drawing(WithRate):
 def test_an_object_that_a_step_changes_goes_on_from_there() -> None:
     """Also where its state is not in attributes, as of a random generator."""
     assert_as_plain(lambda model: Drawing(model.parameters()), steps(4))
+
+
+# ---- What a loop has put on a parameter ----
+
+
+class Multiplied(WithRate):
+    """Reads a rate's factor, and a mask, from the parameter; where asked, divides by its norm."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, *, traced: bool = True) -> None:
+        super().__init__(params, lr)
+        self.traced = traced
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    grad = p.grad * p.mask if hasattr(p, "mask") else p.grad
+                    scale = 1.0 if self.traced else max(float(p.norm()), 0.5)
+                    p.add_(grad, alpha=-group["lr"] * float(getattr(p, "lr_mult", 1.0)) / scale)
+
+
+def marked(model: Any, *, traced: bool = True, **marks: Any) -> torch.optim.Optimizer:
+    """An optimizer of parameters two of which carry marks, each another value."""
+    for number, parameter in enumerate((model.first.weight, model.last.weight)):
+        for key, value in marks.items():
+            setattr(parameter, key, value / (number + 1))
+    return Multiplied(model.parameters(), traced=traced)
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "op by op"])
+@pytest.mark.parametrize("mult", [0.1, torch.tensor(0.1), torch.tensor([0.1])], ids=["float", "0-d", "1-d"])
+def test_a_step_reads_what_is_on_its_parameter(traced: bool, mult: Any) -> None:
+    """It is what is there at each step, also where the loop writes it anew."""
+
+    def other(model: Any, optimizer: Any, step: int) -> None:
+        if step == 1:
+            model.first.weight.lr_mult = 0.7
+        if step == 2:
+            del model.last.weight.lr_mult
+
+    assert_as_plain(lambda model: marked(model, traced=traced, lr_mult=mult), steps(4, other))
+
+
+def test_a_number_on_a_parameter_may_be_written_in_place() -> None:
+    """A tensor of one element that is there counts with what is in it now."""
+
+    def twice(model: Any, optimizer: Any, step: int) -> None:
+        model.first.weight.lr_mult.mul_(2)
+
+    assert_as_plain(lambda model: marked(model, lr_mult=torch.tensor([0.1])), steps(4, twice))
+
+
+@pytest.mark.parametrize("size", [6, 600])
+def test_a_mask_on_a_parameter_holds(size: int) -> None:
+    """It is a tensor of the parameter's shape, of any size, and may change between steps."""
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        model.first = nn.Linear(6, 8 * size)
+        model.body[0] = nn.Linear(8 * size, 8)
+        for p in model.parameters():
+            torch.manual_seed(p.numel())
+            p.mask = torch.rand(p.shape).round()
+            nn.init.normal_(p, std=0.1)
+        return Multiplied(model.parameters())
+
+    assert_as_plain(make, steps(4, lambda model, optimizer, step: model.first.weight.mask[step].fill_(step % 2)))
+
+
+class Marking(WithRate):
+    """Counts on the parameter, from some count of steps on."""
+
+    def __init__(self, params: Iterable[Any], begins: int, *, traced: bool) -> None:
+        super().__init__(params)
+        self.begins, self.traced = begins, traced
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] if self.traced else group["lr"] / max(float(p.norm()), 0.5))
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    if state["count"] > self.begins:
+                        p.stepped = True
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "op by op"])
+@pytest.mark.parametrize("begins", [0, 4], ids=["at once", "later"])
+def test_what_a_step_puts_on_a_parameter_is_refused(begins: int, traced: bool) -> None:
+    """It would be lost. At compile, or at the step that does it first."""
+    torch._dynamo.reset()
+    model, batches = start()
+    compiled = False
+    try:
+        with pytest.raises(HytrainError, match=r"Marking.step.. sets 'stepped' on a parameter, .* optimizer.state.parameter."):  # noqa: PT012
+            _, optimizer = hytrain_fx.compile(model, Marking(model.parameters(), begins, traced=traced), k=1)
+            compiled = True
+            steps(begins)(model, optimizer, batches)
+            assert begins
+            steps(2)(model, optimizer, batches)
+    finally:
+        if compiled:
+            with contextlib.suppress(EngineError):
+                hytrain_fx.close(model)

@@ -18,6 +18,7 @@ from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.states import MASTER_ALONE
+from hytrain_fx.runtime.any_optimizer.marks import Marks, copied, cut, marks_of, refuse_set
 from hytrain_fx.runtime.any_optimizer.recording import Form, Untraceable, record
 from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, options_of, run_step
@@ -45,11 +46,14 @@ class _Trial:
         random = torch.Generator().manual_seed(0)
         self.options: list[Options] = []
         self.weights: list[list[torch.Tensor]] = []
+        self.marks: list[list[Marks]] = []
         for group in optimizer.param_groups:
             self.options.append(options_of(group))
-            self.weights.append([_random(shape, random) for shape in _small_shapes(group["params"])])
-        large = ((options_of(group), p.dim()) for group in optimizer.param_groups for p in group["params"] if p.numel() >= _PACKED)
-        self.large = next(large, None)  # options and dimensions
+            chosen = _chosen(group["params"])
+            self.weights.append([_random(_small_shape(p), random) for p in chosen])
+            self.marks.append([self._cut(p, weight) for p, weight in zip(chosen, self.weights[-1], strict=True)])
+        large = ((options_of(group), p) for group in optimizer.param_groups for p in group["params"] if p.numel() >= _PACKED)
+        self.large = next(large, None)
         self.grads = [[[_random(w.shape, random) for w in of] for of in self.weights] for _ in range(_STEPS)]
         self.states: list[list[Entry | None]] = [[None] * len(of) for of in self.weights]
         self.begins_with_state = bool(optimizer.state)
@@ -66,13 +70,18 @@ class _Trial:
             return None
         return [[dict(made.state[p]) if p in made.state else None for p in group["params"]] for group in made.param_groups]
 
+    def _cut(self, parameter: torch.Tensor, weight: torch.Tensor) -> Marks:
+        return cut(marks_of(parameter), parameter.shape, weight.shape) if self.shells.reads_marks else {}
+
     def together(self) -> list[Any]:
         """Weights and entries after the steps of one optimizer.
 
         Raises UnsupportedError for state that belongs to no parameter.
         """
         parameters = [[nn.Parameter(w.clone()) for w in of] for of in self.weights]
-        flat = [p for of in parameters for p in of]
+        flat, marks = [p for of in parameters for p in of], [each for of in self.marks for each in of]
+        for p, each in zip(flat, marks, strict=True):
+            vars(p).update(copied(each))
         state: dict[torch.Tensor, Entry] = {
             p: entry for p, entry in zip(flat, (_copy(e) for of in self.states for e in of), strict=True) if entry is not None
         }
@@ -81,6 +90,8 @@ class _Trial:
             for p, grad in zip(flat, (grad for of in grads for grad in of), strict=True):
                 p.grad = grad.clone()
             run_step(shell)
+        for p, each in zip(flat, marks, strict=True):
+            refuse_set(self.shells.kind.__name__, p, each)
         if others := [key for key in shell.state if not any(key is p for p in flat)]:
             raise UnsupportedError(f"{self.shells.kind.__name__} keeps state under {others[0]!r}, which is no parameter; {_INSTEAD}")
         for p in flat:
@@ -95,8 +106,10 @@ class _Trial:
         """
         if self.large is None:
             return
-        options, dimensions = self.large
+        options, parameter = self.large
+        dimensions = parameter.dim()
         weight = nn.Parameter(torch.zeros([2 * _PACKED] if dimensions < 2 else [_PACKED // 64, 128, *[1] * (dimensions - 2)]))
+        vars(weight).update(self._cut(parameter, weight))
         state: dict[torch.Tensor, Entry] = {}
         if self.begins_with_state:
             begun = self._constructed([options], [[weight]])
@@ -117,21 +130,23 @@ class _Trial:
 
         Raises Untraceable.
         """
-        for options, weights, entries, *grads in zip(self.options, self.weights, self.states, *self.grads, strict=True):
-            for weight, entry, *of_weight in zip(weights, entries, *grads, strict=True):
+        for options, weights, entries, marks, *grads in zip(self.options, self.weights, self.states, self.marks, *self.grads, strict=True):
+            for weight, entry, each, *of_weight in zip(weights, entries, marks, *grads, strict=True):
                 states = RowStates(MASTER_ALONE, weight.clone().flatten(), own=OwnStates(_copy(entry)))
-                self._steps(Form.of(weight), dict(options), states, [grad.clone().flatten() for grad in of_weight], traced)
+                self._steps(Form.of(weight), dict(options), states, [grad.clone().flatten() for grad in of_weight], each, traced)
                 yield [states.master.view(weight.shape), own_of(states).entry]
 
-    def _steps(self, form: Form, options: Options, states: RowStates, grads: Sequence[torch.Tensor], traced: bool) -> None:
+    def _steps(
+        self, form: Form, options: Options, states: RowStates, grads: Sequence[torch.Tensor], marks: Marks, traced: bool
+    ) -> None:
         shells = self.shells
         for grad in grads:
             if traced:
-                recording = record(shells, form, options, own_of(states).entry)
+                recording = record(shells, form, options, own_of(states).entry, marks)
                 TracedStep(form, graph_of(recording), recording)(states, grad, (), None)
                 changed, attributes = recording.options, recording.attributes
             else:
-                shell = OpByOpStep(form, shells, options).run(states, grad, ())
+                shell = OpByOpStep(form, shells, options, marks).run(states, grad, ())
                 changed, attributes = changed_options(options, shell.param_groups[0]), shells.changed_attributes(shell)
             self.sets |= changed.keys() | attributes.keys()
             options.update(changed)
@@ -187,11 +202,14 @@ def check_one_by_one(shells: Shells, optimizer: torch.optim.Optimizer) -> frozen
     return frozenset(trial.sets)
 
 
-def _small_shapes(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Shapes with as many dimensions as the parameters have: one of each number first."""
+def _chosen(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A few of a group: one of each number of dimensions first."""
     by_dim = {p.dim(): p for p in reversed(parameters)}
-    chosen = [*by_dim.values(), *parameters][:_OF_A_GROUP]
-    return [tuple(min(size, _LARGEST - i % 2) for i, size in enumerate(p.shape)) for p in chosen]
+    return [*by_dim.values(), *parameters][:_OF_A_GROUP]
+
+
+def _small_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(min(size, _LARGEST - i % 2) for i, size in enumerate(parameter.shape))
 
 
 def _random(shape: Sequence[int], random: torch.Generator) -> torch.Tensor:

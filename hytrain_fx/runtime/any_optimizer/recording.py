@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hytrain_fx.runtime.any_optimizer.marks import Marks, copied, refuse_set
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, changed_options, run_step
 from hytrain_fx.runtime.own_states import Entry, frozen, is_scalar, map_leaves
 from hytrain_fx.torch_private.operators import every_operation, signature_of
@@ -123,12 +124,12 @@ class Recording:
         return tuple(found)
 
 
-def record(shells: Shells, form: Form, options: Options, entry: Entry | None) -> Recording:
-    """The step on a parameter of this form with this entry, which stays the same.
+def record(shells: Shells, form: Form, options: Options, entry: Entry | None, marks: Marks) -> Recording:
+    """The step on a parameter of this form with this entry and these marks, which stay the same.
 
-    Raises Untraceable.
+    Raises Untraceable; UnsupportedError for a step that sets something on the parameter.
     """
-    shell, parameter, states = _without_memory(shells, form, options, entry)
+    shell, parameter, states = _without_memory(shells, form, options, entry, marks)
     gradient = parameter.grad
     assert gradient is not None
     tape = _Tape([parameter, gradient, *states])
@@ -142,25 +143,26 @@ def record(shells: Shells, form: Form, options: Options, entry: Entry | None) ->
         raise Untraceable(str(error).strip().split("\n")[0] or type(error).__name__) from error
     if memory_of(parameter) != memory:
         raise Untraceable("its step gives the parameter other memory")
+    refuse_set(shells.kind.__name__, parameter, marks)
     changed = changed_options(options, shell.param_groups[0]), shells.changed_attributes(shell)
     return tape.recording(shell.state.get(parameter), memory_of(gradient), *changed)
 
 
-def entry_after(shells: Shells, form: Form, options: Options, entry: Entry | None) -> Entry:
+def entry_after(shells: Shells, form: Form, options: Options, entry: Entry | None, marks: Marks) -> Entry:
     """What is kept after a step, tensors on the meta device.
 
     Where the step needs values, what it has made until then.
     """
-    shell, parameter, _ = _without_memory(shells, form, options, entry)
+    shell, parameter, _ = _without_memory(shells, form, options, entry, marks)
     with contextlib.suppress(Exception):
         run_step(shell)
     return dict(shell.state.get(parameter, {}))
 
 
 def _without_memory(
-    shells: Shells, form: Form, options: Options, entry: Entry | None
+    shells: Shells, form: Form, options: Options, entry: Entry | None, marks: Marks
 ) -> tuple[torch.optim.Optimizer, nn.Parameter, list[torch.Tensor]]:
-    """An optimizer of a parameter on the meta device that has a gradient and this entry.
+    """An optimizer of a parameter on the meta device that has a gradient, this entry and marks.
 
     Also the tensors of the entry, in order.
     """
@@ -175,6 +177,7 @@ def _without_memory(
         return leaf
 
     parameter = nn.Parameter(form.empty())
+    vars(parameter).update(copied(marks))
     parameter.grad = form.empty()
     state: dict[torch.Tensor, Entry] = {} if entry is None else {parameter: map_leaves(entry, at_rest)}
     return shells.make([(dict(options), [parameter])], state), parameter, states

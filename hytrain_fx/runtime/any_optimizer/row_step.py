@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime.any_optimizer.marks import Marks, beside, copied, refuse_set
 from hytrain_fx.runtime.any_optimizer.recording import Device, Form, Number, Recording, Value
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, run_step
 from hytrain_fx.runtime.engine import RowStates
@@ -59,6 +60,7 @@ class OpByOpStep:
     form: Form
     shells: Shells
     options: Options
+    marks: Marks
 
     def __call__(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float], out: torch.Tensor | None) -> None:
         """Like `TracedStep`."""
@@ -67,12 +69,17 @@ class OpByOpStep:
             out.copy_(states.master)
 
     def run(self, states: RowStates, gradient: torch.Tensor, factors: Iterable[float]) -> torch.optim.Optimizer:
-        """Update the states in place, and return the optimizer that did."""
+        """Update the states in place, and return the optimizer that did.
+
+        Raises UnsupportedError for a step that sets something on the parameter.
+        """
         own, weight = own_of(states), self.form.view(states.master)
-        parameter = nn.Parameter(weight)
+        parameter, marks = nn.Parameter(weight), beside(self.marks, weight.device)
+        vars(parameter).update(copied(marks))
         parameter.grad = grad = self.form.view(scaled(gradient, factors))
         shell = self.shells.make([(dict(self.options), [parameter])], {} if own.entry is None else {parameter: own.entry})
         run_step(shell)
+        refuse_set(self.shells.kind.__name__, parameter, marks)
         own.entry = map_leaves(shell.state.get(parameter), lambda leaf: _apart(leaf, grad))
         if parameter.data_ptr() != weight.data_ptr():  # `p.data = ...`
             weight.copy_(parameter.detach())

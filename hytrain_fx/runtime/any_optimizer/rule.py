@@ -22,6 +22,7 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.states import MASTER_ALONE, StateTable
 from hytrain_fx.runtime.any_optimizer.alike import entry_of, kinds_of, values_of
 from hytrain_fx.runtime.any_optimizer.check import Untrusted, check_one_by_one, refuse_searches
+from hytrain_fx.runtime.any_optimizer.marks import Marks, fixed, marks_of
 from hytrain_fx.runtime.any_optimizer.recording import Form, Recording, Untraceable, entry_after, record
 from hytrain_fx.runtime.any_optimizer.row_step import OpByOpStep, TracedStep, graph_of, own_of
 from hytrain_fx.runtime.any_optimizer.shell import Options, Shells, options_of
@@ -47,6 +48,7 @@ class UpdateRule:
         refuse_searches(optimizer)
         self._optimizer = optimizer
         self._shells = Shells.of(optimizer)
+        self._parameters = tuple(parameters)
         self._forms = [Form.of(parameter) for parameter in parameters]
         self._names = tuple(names)
         self._graphs: dict[Hashable, fx.GraphModule] = {}
@@ -66,10 +68,10 @@ class UpdateRule:
         first: dict[Hashable, Entry] = {}  # entries of rows that are alike, and begin with nothing
         self._first: list[Entry] = []
         for row, form in enumerate(self._forms):
-            options, entry = self._first_options[row], given.get(row)
-            key = (form, id(options)) if entry is None else row
+            options, entry, marks = self._first_options[row], given.get(row), self._marks(row)
+            key = (form, id(options), values_of(marks)) if entry is None else row
             if key not in first:
-                first[key] = entry_after(self._shells, form, options, entry)
+                first[key] = entry_after(self._shells, form, options, entry, marks)
             self._first.append(first[key])
 
     def steps(self, groups: Sequence[Mapping[str, Any]], rows: Mapping[int, RowStates], *, may_set: bool = True) -> dict[int, RowStep]:
@@ -121,7 +123,7 @@ class UpdateRule:
 
     def expected_entry(self, row: int, group: Mapping[str, Any]) -> Entry:
         """What is kept for a row after a step with this group's options, as `first_entry` says."""
-        return entry_after(self._shells, self._forms[row], options_of(group), None) or self._first[row]
+        return entry_after(self._shells, self._forms[row], options_of(group), None, self._marks(row)) or self._first[row]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -166,29 +168,35 @@ class UpdateRule:
         `group` stands for the options; `before` has recordings of the previous step, which may be
         the same.
         """
-        form, own = self._forms[row], own_of(states)
+        form, own, marks = self._forms[row], own_of(states), self._marks(row)
         if self._distrust is None:
             try:
-                return self._traced(row, options, own, group, before)
+                return self._traced(row, options, own, marks, group, before)
             except (Untraceable, TypeError) as error:
                 self._op_by_op[row] = str(error)
-        return OpByOpStep(form, self._shells, options)
+        return OpByOpStep(form, self._shells, options, fixed(marks))
 
-    def _traced(self, row: int, options: Options, own: OwnStates, group: Hashable, before: Mapping[Hashable, Recording]) -> TracedStep:
+    def _traced(
+        self, row: int, options: Options, own: OwnStates, marks: Marks, group: Hashable, before: Mapping[Hashable, Recording]
+    ) -> TracedStep:
         """Raises Untraceable; TypeError where a state or a constant cannot be compared."""
         form = self._forms[row]
-        kinds = form, kinds_of(options), kinds_of(own.entry)
+        kinds = form, kinds_of(options), kinds_of(own.entry), kinds_of(marks)
         if kinds in self._untraceable:  # so is the next step
             raise Untraceable(self._untraceable[kinds])
-        key = group, form, entry_of(own.entry)
+        key = group, form, entry_of(own.entry), values_of(marks)
         try:
-            recording = self._alike.get(key) or before.get(key) or record(self._shells, form, options, own.entry)
+            recording = self._alike.get(key) or before.get(key) or record(self._shells, form, options, own.entry, marks)
             self._alike[key] = recording
         except Untraceable as error:
             self._untraceable[kinds] = str(error)
             raise
         self._op_by_op.pop(row, None)
         return TracedStep(form, self._graph(recording), recording)
+
+    def _marks(self, row: int) -> Marks:
+        """What is on the parameter now, as far as the step may read it."""
+        return marks_of(self._parameters[row]) if self._shells.reads_marks else {}
 
     def _graph(self, recording: Recording) -> fx.GraphModule:
         key = recording.key

@@ -45,7 +45,7 @@ def options_of(group: Mapping[str, Any]) -> Options:
 
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> Options:
     """The options that a step has given its group."""
-    return {key: value for key, value in after.items() if key not in _NOT_OPTIONS and not (key in before and _same(value, before[key]))}
+    return {key: value for key, value in after.items() if key not in _NOT_OPTIONS and not (key in before and same(value, before[key]))}
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ class Shells:
             _require_free(kind.__name__, key, value)
         return cls(kind, dict(optimizer.defaults), own)
 
+    @property
+    def reads_marks(self) -> bool:
+        """Whether a step may read what is on a parameter. The steps of torch's classes do not."""
+        return not all(of.__module__.startswith("torch.") for of in self.kind.__mro__ if of is not object)
+
     def with_attributes(self, changed: Mapping[str, Any]) -> Shells:
         """With these attributes set."""
         return replace(self, attributes={**self.attributes, **changed}) if changed else self
@@ -82,7 +87,7 @@ class Shells:
         """What the steps of a shell have set on it."""
         common, before = _common_attributes(), self.attributes
         own = {key: value for key, value in vars(shell).items() if key not in common}
-        return {key: value for key, value in own.items() if not (key in before and _same(value, before[key]))}
+        return {key: value for key, value in own.items() if not (key in before and same(value, before[key]))}
 
     def make(self, groups: Sequence[tuple[Options, Sequence[nn.Parameter]]], state: Mapping[torch.Tensor, Entry]) -> torch.optim.Optimizer:
         """An optimizer with these groups; `state` by parameter."""
@@ -132,17 +137,18 @@ def _copied(value: Any) -> Any:
         return value
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same. Where that cannot be told, they are not."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.device == other.device and torch.equal(one, other)
     if type(one) in (dict, list, tuple):
         first, second = list(leaves(one)), list(leaves(other))
-        return type(one) is type(other) and len(first) == len(second) and all(map(_same, first, second))
+        return type(one) is type(other) and len(first) == len(second) and all(map(same, first, second))
     try:
         if type(one) is type(other) and may_change_unseen(one):
-            return _same(one.__reduce_ex__(4), other.__reduce_ex__(4))  # a shell has a copy: the same if it was copied from the same
+            return same(one.__reduce_ex__(4), other.__reduce_ex__(4))  # a shell has a copy: the same if it was copied from the same
         return bool(one == other) or bool(one != one and other != other)  # NaN equals itself
     except Exception:
         return False
