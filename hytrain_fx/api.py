@@ -35,6 +35,7 @@ from hytrain_fx.session.closing import close_model
 from hytrain_fx.session.compiled_once import require_new
 from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer
+from hytrain_fx.session.own_class import states_before
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics
@@ -145,7 +146,7 @@ def compile(
     require_shareable(module, config)
     if isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer.state, ParameterStates):
         optimizer.state.leave_groups()
-    before = optimizer.state_dict() if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
+    before = states_before(optimizer) if isinstance(optimizer, torch.optim.Optimizer) and optimizer.state else None
     with loaded(module, optimizer, with_weights_chosen(module, optimizer, config)) as config:
         session = Session(module, optimizer, config)
     put_gate(module, session)

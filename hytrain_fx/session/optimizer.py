@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session import open_share
+from hytrain_fx.session.own_class import OVERRIDABLE, has_own, own_methods, takes, tell_of_unused
 from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
@@ -24,19 +26,44 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     `param_groups` is the user's own list, so schedulers made before or after change the same
     groups. `state` has the keys that the user's optimizer would have, and for 16-bit parameters
     `master` besides, as copies made when asked for (`ParameterStates`).
+
+    Attributes and methods of the user's class are there too, and what is set is set on the user's
+    optimizer, whose attributes each step reads (`own_class`).
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
         super().__init__(original.param_groups, original.defaults)
+        common = frozenset(vars(self))
         self.param_groups = original.param_groups
         self.session = session
         self._states: Any = ParameterStates(session)
         self.state = self._states  # type: ignore[assignment]
-        self._original = original
         self._stages = stages_with(session)
+        plain = {name: partial(getattr(OffloadedOptimizer, name), self) for name in OVERRIDABLE} | {"__setstate__": lambda state: None}
+        methods = own_methods(original, plain)
+        self._set_state: Callable[[dict[str, Any]], object] | None = methods.pop("__setstate__", None)
+        vars(self).update(methods)
+        self._original = original  # from here on, attributes are its
+        tell_of_unused(original, OffloadedOptimizer, vars(self).keys() - common - set(OVERRIDABLE))
         if self._stages:
             self._stages.add(session, self)
         _hand_over(original, self)
+
+    def __getattr__(self, name: str) -> Any:
+        original = vars(self).get("_original")  # not there while one is made, or copied
+        if original is None or not has_own(original, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        original = vars(self).get("_original")
+        ours = original is None or name in vars(self) or hasattr(type(self), name) or not takes(original, name, value)
+        super().__setattr__(name, value) if ours else setattr(original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        original = vars(self).get("_original")
+        ours = original is None or name in vars(self) or name not in vars(original)
+        super().__delattr__(name) if ours else delattr(original, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: fixes the hyper-parameters and returns while updates run.
@@ -129,6 +156,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self.session.turns.state:
             self.session.drain()
             load_states(self.session, self, state_dict)
+        if self._set_state is not None:
+            self._set_state({"state": self.state, "param_groups": self.param_groups})
         for hook in after:
             hook(self)
 
