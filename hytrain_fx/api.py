@@ -34,8 +34,7 @@ from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.closing import close_model
 from hytrain_fx.session.compiled_once import require_new
 from hytrain_fx.session.method_call import called_of, remove_methods
-from hytrain_fx.session.optimizer import OffloadedOptimizer
-from hytrain_fx.session.own_class import states_before
+from hytrain_fx.session.optimizer import OffloadedOptimizer, states_before
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.gradients.loss_scale import left_by_scaler, steps_without_wait
 from hytrain_fx.session import open_share
-from hytrain_fx.session.own_class import OVERRIDABLE, has_own, own_methods, takes, tell_of_unused
+from hytrain_fx.session.own_class import OVERRIDABLE, has_own, overrides, own_methods, takes, tell_of_unused
 from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
@@ -42,9 +43,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         plain = {name: partial(getattr(OffloadedOptimizer, name), self) for name in OVERRIDABLE} | {"__setstate__": lambda state: None}
         methods = own_methods(original, plain)
         self._set_state: Callable[[dict[str, Any]], object] | None = methods.pop("__setstate__", None)
-        vars(self).update(methods)
+        if methods:  # in a class: a wrapper may derive from it, as Lightning's does
+            body = {name: staticmethod(method) for name, method in methods.items()}
+            self.__class__ = types.new_class("OffloadedOptimizer", (OffloadedOptimizer,), exec_body=lambda of: of.update(body))
         self._original = original  # from here on, attributes are its
-        tell_of_unused(original, OffloadedOptimizer, vars(self).keys() - common - set(OVERRIDABLE))
+        tell_of_unused(original, OffloadedOptimizer, vars(self).keys() - common)
         if self._stages:
             self._stages.add(session, self)
         _hand_over(original, self)
@@ -188,6 +191,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "session"):
             raise UnsupportedError("a parameter group was added after hytrain_fx.compile(); add it to the optimizer first, then compile")
         super().add_param_group(param_group)
+
+
+def states_before(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state_dict() of an optimizer in torch's own form, whatever its class makes of it.
+
+    Of one that was compiled before, what its session has left.
+    """
+    earlier = getattr(vars(optimizer).get("add_param_group"), "__self__", None)
+    if isinstance(earlier, OffloadedOptimizer):
+        return OffloadedOptimizer.state_dict(earlier)
+    return torch.optim.Optimizer.state_dict(optimizer) if overrides(type(optimizer), "state_dict") else optimizer.state_dict()
 
 
 def _hand_over(original: torch.optim.Optimizer, ours: OffloadedOptimizer) -> None:

@@ -76,17 +76,6 @@ def own_methods(original: torch.optim.Optimizer, ours: Mapping[str, Callable[...
     return {name: getattr(both, name).__get__(view, both) for name in found}
 
 
-def states_before(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state_dict() of the optimizer in torch's own form, whatever its class makes of it.
-
-    Of one that was compiled before, what its session has left.
-    """
-    earlier = getattr(vars(optimizer).get("add_param_group"), "__self__", None)
-    if earlier is not None:
-        return type(earlier).state_dict(earlier)  # type: ignore[no-any-return]
-    return torch.optim.Optimizer.state_dict(optimizer) if overrides(type(optimizer), "state_dict") else optimizer.state_dict()
-
-
 def tell_of_unused(original: torch.optim.Optimizer, returned: type, own: Collection[str]) -> None:
     """Warn of what the returned optimizer has by the same name, so that the user's is not used.
 

@@ -181,6 +181,22 @@ def test_overridden_methods_are_called(way: str) -> None:
     assert_as_plain(make_one, loop)
 
 
+def test_wrappers_of_frameworks_reach_the_class() -> None:
+    """Accelerate's finds `train()`; Lightning's, a class derived from ours, `zero_grad()`."""
+    accelerated = pytest.importorskip("accelerate.optimizer").AcceleratedOptimizer
+    lightning = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
+    pytest.importorskip("accelerate").Accelerator(cpu=True)
+    schedule_free = compiled(lambda model: ScheduleFree(model.parameters()))
+    wrapper = accelerated(schedule_free)
+    wrapper.eval()
+    assert not schedule_free.param_groups[0]["train_mode"]
+    overriding = compiled(lambda model: Overriding(model.parameters()))
+    wrapper = lightning(overriding)
+    wrapper.zero_grad()
+    wrapper.state_dict()
+    assert overriding.calls == wrapper.calls == ["zero_grad", "state_dict"]
+
+
 def test_states_come_along_from_a_class_with_a_state_dict_of_its_own() -> None:
     """One that has run before `compile`, and one that is compiled again."""
 
