@@ -40,9 +40,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states: Any = ParameterStates(session)
         self.state = self._states  # type: ignore[assignment]
         self._stages = stages_with(session)
-        plain = {name: partial(getattr(OffloadedOptimizer, name), self) for name in OVERRIDABLE} | {"__setstate__": lambda state: None}
-        methods = own_methods(original, plain)
-        self._set_state: Callable[[dict[str, Any]], object] | None = methods.pop("__setstate__", None)
+        methods = own_methods(original, {name: partial(getattr(OffloadedOptimizer, name), self) for name in OVERRIDABLE})
         if methods:  # in a class: a wrapper may derive from it, as Lightning's does
             body = {name: staticmethod(method) for name, method in methods.items()}
             self.__class__ = types.new_class("OffloadedOptimizer", (OffloadedOptimizer,), exec_body=lambda of: of.update(body))
@@ -159,8 +157,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self.session.turns.state:
             self.session.drain()
             load_states(self.session, self, state_dict)
-        if self._set_state is not None:
-            self._set_state({"state": self.state, "param_groups": self.param_groups})
         for hook in after:
             hook(self)
 

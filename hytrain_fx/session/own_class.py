@@ -57,12 +57,12 @@ def takes(original: torch.optim.Optimizer, name: str, value: object) -> bool:
 
 
 def own_methods(original: torch.optim.Optimizer, ours: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """What the user's class overrides of `OVERRIDABLE` and `__setstate__`, bound.
+    """What the user's class overrides of `OVERRIDABLE`, bound.
 
     `super()` in them reaches `ours`, and their `self` has the attributes of `original`.
     """
     kind = type(original)
-    found = [name for name in (*OVERRIDABLE, "__setstate__") if overrides(kind, name)]
+    found = [name for name in OVERRIDABLE if overrides(kind, name)]
     if not found:
         return {}
 
