@@ -1,7 +1,7 @@
 """Streams of a GPU beside the one that computes. On the CPU, where there are no streams, nothing.
 
     SideStream       one of our own
-    BackwardStream   the loop's: one calls `backward()`, and that runs on another
+    BackwardStreams  the loop's: one calls `backward()`, and that runs on others
     read_here        memory that may be dropped at once
 
 Memory of nodes is not given to `record_stream`: the launching thread runs ahead of the device, so
@@ -13,14 +13,14 @@ dropped once it was read, a gradient that user code made, is for `read_here`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
 import torch
 
-from hytrain_fx.torch_private.autograd import at_end_of_backward
+from hytrain_fx.torch_private.autograd import at_end_of_backward, running_backward
 
 _KEPT: Final = 2  # handed over and not waited for
 
@@ -68,29 +68,38 @@ class SideStream:
             self._kept.clear()
 
 
-class BackwardStream:
-    """The stream that calls `backward()` waits for compiled backwards that ran on another one.
+class BackwardStreams:
+    """The stream that calls `backward()` waits for the compiled backwards that ran on others.
 
-    A backward runs on the stream of its forward. Autograd has the caller's stream wait for that, by
+    A backward runs on the stream of its forward. Autograd has the caller's stream wait for that by
     the gradients that it adds itself. It is given none of those that graphs keep to themselves, and
-    their AccumulateGrad nodes may be of the stream that was current in `compile()`: of that one,
-    and of no other, the caller waits without this.
+    an AccumulateGrad node that somebody keeps may be of another stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._first = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._backward = -1  # the last one
+        self._streams: set[torch.cuda.Stream] = set()  # those of its graphs
 
-    def graph_ended(self) -> None:
-        """A compiled backward has been launched, on the current stream; call it on its thread."""
-        if self._first is None:
+    def graph_begins(self) -> None:
+        """A compiled backward is about to be launched on the current stream; call it on its thread.
+
+        What else is to be called at the end of this backward finds its gradients there, where it
+        comes from graphs.
+        """
+        if self._device.type != "cuda":
             return
-        here = torch.cuda.current_stream(self._device)
-        if here != self._first:
-            at_end_of_backward(partial(self._wait, here.record_event()))  # it is called on the caller's stream
+        if (backward := running_backward()) != self._backward:
+            self._backward, self._streams = backward, set()
+            at_end_of_backward(partial(self._wait, self._streams))
+        self._streams.add(torch.cuda.current_stream(self._device))
 
-    def _wait(self, ended: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ended)
+    def _wait(self, streams: Iterable[torch.cuda.Stream]) -> None:
+        """On the caller's stream, when the backward has ended."""
+        here = torch.cuda.current_stream(self._device)
+        for stream in streams:
+            if stream != here:
+                here.wait_stream(stream)
 
 
 def read_here(tensor: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.insert_waits import waited_rows
 from hytrain_fx.passes.pipeline import rewrite
 from hytrain_fx.runtime.interrupts import whole
-from hytrain_fx.runtime.side_stream import BackwardStream
+from hytrain_fx.runtime.side_stream import BackwardStreams
 from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.eager_reads import EagerReads
@@ -98,7 +98,7 @@ class SessionGraphs:
         self._inputs: dict[int, tuple[nn.Parameter, ...]] = {}  # by pair: the parameters that its forward is given
         self._read: dict[int, tuple[nn.Parameter, ...]] = {}  # by backward graph: those that may be saved for it
         self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
-        self._stream = BackwardStream(table.device)
+        self._streams = BackwardStreams(table.device)
         self._copies = copies
         self._streamed = streamed
         self._kept_bytes: dict[int, int] = {}  # by number of a unit
@@ -209,6 +209,7 @@ class SessionGraphs:
         with without_torch_function():
             self._require_no_hooks(rows)
             elsewhere = self._destinations.elsewhere(rows)
+        self._streams.graph_begins()
         self._nodes.gradients.parts.backward_runs(running_node())
         if shared := self._nodes.gradients.parts.of_autograd & rows:
             elsewhere = Elsewhere(elsewhere.returned | (shared - elsewhere.unwanted), elsewhere.unwanted)
@@ -220,7 +221,6 @@ class SessionGraphs:
             else:
                 with self._nodes.returned.returning(elsewhere) as returned:
                     yield partial(with_gradients, self._grads[graph], returned)
-            self._stream.graph_ended()
 
     def _require_no_hooks(self, rows: Iterable[int]) -> None:
         if not any_tensor_hooks([self._table.parameters[row] for row in rows]):

@@ -33,6 +33,7 @@ class GroupMembers:
         self._kept = kept
         self._asked = asked
         self._seen: list[tuple[list[torch.Tensor], StateTable | None]] = []  # by group, as found right last
+        self._right: list[tuple[StateTable | None, frozenset[int]]] = []  # the same, by rows
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raise UnsupportedError where the groups cannot be stepped as they are now."""
@@ -49,6 +50,7 @@ class GroupMembers:
                 if asked is not None and not asked.is_part_of(self._kept(row)):
                     raise self._other_states(row, asked)
         self._seen = [(list(of), asked) for of, asked in now]
+        self._right = [(asked, frozenset(of)) for of, (_, asked) in zip(rows, now, strict=True)]
 
     def fitting(self, rows: Sequence[int], group: Group) -> tuple[int, ...]:
         """Those of these rows that have the states that the group asks for now.
@@ -56,7 +58,9 @@ class GroupMembers:
         Raises UnsupportedError.
         """
         asked = None if self._asked is None else self._asked(group)
-        return tuple(row for row in rows if asked is None or asked.is_part_of(self._kept(row)))
+        if asked is None or any(asked == before and known.issuperset(rows) for before, known in self._right):
+            return tuple(rows)
+        return tuple(row for row in rows if asked.is_part_of(self._kept(row)))
 
     def _other_states(self, row: int, asked: StateTable) -> UnsupportedError:
         return UnsupportedError(

@@ -70,10 +70,16 @@ def own_methods(original: torch.optim.Optimizer, ours: Mapping[str, Callable[...
         return lambda _, *args, **named: ours[name](*args, **named)
 
     base = types.new_class("Optimizer", (torch.optim.Optimizer,), exec_body=lambda body: body.update({name: method(name) for name in ours}))
-    both = types.new_class(kind.__name__, (kind, base))
+    both = types.new_class(kind.__name__, (_Unnoticed, kind, base))
     view: torch.optim.Optimizer = object.__new__(both)
     view.__dict__ = vars(original)  # one dict: what either sets, both have
     return {name: getattr(both, name).__get__(view, both) for name in found}
+
+
+class _Unnoticed:
+    """First of its bases, so that a class of the user's is not told of one that we make."""
+
+    def __init_subclass__(cls, **options: Any) -> None: ...
 
 
 def tell_of_unused(original: torch.optim.Optimizer, returned: type, own: Collection[str]) -> None:

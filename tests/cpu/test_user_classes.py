@@ -9,8 +9,9 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -269,3 +270,61 @@ def test_a_copy_is_still_refused() -> None:
             copied(optimizer)
     empty = object.__new__(type(optimizer))  # as unpickling begins
     assert not hasattr(empty, "clip")
+
+
+class Registered(torch.optim.SGD):
+    """Its subclasses must give a key, and are noted."""
+
+    known: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, key: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Registered.known.append(key)
+
+
+class Keyed(Registered, key="mine"):
+    """Overrides what makes a class of ours necessary."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, 0.1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def test_a_class_that_notes_its_subclasses_is_told_of_none() -> None:
+    """The class that compile() makes of it is nobody's to register."""
+    assert_as_plain(lambda model: Keyed(model.parameters()), steps(2))
+    assert Registered.known == ["mine"]
+
+
+class WithArray(WithRate):
+    """Its step reads a NumPy array that it holds."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.table = np.ones(2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * float(self.table[0]))
+
+
+def test_an_array_that_the_optimizer_holds_stays_the_loops() -> None:
+    """What the loop writes to it counts in the next step; and a NaN on a parameter is no change."""
+    tables = []
+
+    def make_one(model: Any) -> torch.optim.Optimizer:
+        next(model.parameters()).last = torch.tensor(float("nan"))
+        optimizer = WithArray(model.parameters())
+        tables.append(optimizer.table)
+        return optimizer
+
+    def written(model: Any, optimizer: Any, step: int) -> None:
+        tables[-1][0] = 0.5 * step
+        assert optimizer.table is tables[-1]
+
+    assert_as_plain(make_one, steps(4, written))
