@@ -47,6 +47,7 @@ class Offload(lightning.Callback):  # type: ignore[misc]
         if stage != "fit":
             return
         require_plain(trainer.strategy)
+        self._close_before_teardown(trainer.strategy)
         if isinstance(trainer.strategy, DDPStrategy):
             trainer.strategy.configure_ddp = _leave_unwrapped
 
@@ -80,6 +81,21 @@ class Offload(lightning.Callback):  # type: ignore[misc]
                 session_of(module).leave_ranks()
             trainer.optimizers = []
         self._close()
+
+    def _close_before_teardown(self, strategy: Any) -> None:
+        """Close before the strategy moves the module to the CPU.
+
+        A fit that has nothing to train ends without `on_train_end`.
+        """
+        plain = type(strategy).teardown  # the class's: a second fit of this trainer wraps no wrapper
+
+        def teardown() -> None:
+            try:
+                self._close()
+            finally:
+                plain(strategy)
+
+        strategy.teardown = teardown
 
     def _close(self) -> None:
         while self._compiled:

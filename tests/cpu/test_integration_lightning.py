@@ -156,12 +156,14 @@ class ByHand(TwoParts):
         return loss
 
 
-def fit(module: Any, *callbacks: Any) -> None:
+def fit(module: Any, *callbacks: Any, begin: Path | None = None, **options: Any) -> Any:
+    """The trainer, after three steps from the checkpoint `begin`."""
     trainer = lightning.Trainer(
         max_steps=3, accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
-        enable_model_summary=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_progress_bar=False, **options,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(torch.linspace(-1, 1, 24).view(6, 4), batch_size=2))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(torch.linspace(-1, 1, 24).view(6, 4), batch_size=2), ckpt_path=begin)  # type: ignore[arg-type]
+    return trainer
 
 
 @pytest.mark.parametrize("kind", [TwoParts, ByHand])
@@ -196,6 +198,34 @@ def test_a_fit_leaves_a_plain_model() -> None:
         hytrain_fx.close(module)
     with pytest.raises(ConfigError, match="unknown option"):
         fit(module, Offload(no_such=1))
+
+
+class Watches(lightning.pytorch.strategies.SingleDeviceStrategy):  # type: ignore[misc]
+    """Keeps whether the module was a plain one when it was moved to the CPU."""
+
+    was_plain = False
+
+    def teardown(self) -> None:
+        try:
+            hytrain_fx.close(self.lightning_module)
+        except UnsupportedError:
+            self.was_plain = True
+        super().teardown()
+
+
+@pytest.mark.parametrize("why", ["finished", "no batches"])
+def test_a_fit_with_nothing_to_do_leaves_a_plain_model(tmp_path: Path, why: str) -> None:
+    """It is closed before it is moved to the CPU, and the next fit trains it."""
+    module, begin = TwoParts(), None
+    if why == "finished":
+        begin = tmp_path / "end.ckpt"
+        fit(module).save_checkpoint(begin)
+    strategy, callback, before = Watches("cpu"), Offload(), weights(module)
+    fit(module, callback, begin=begin, strategy=strategy, **({} if begin else {"limit_train_batches": 0}))
+    assert strategy.was_plain
+    assert_same(weights(module), before)
+    fit(module, callback)
+    assert any(not torch.equal(before[name], value) for name, value in weights(module).items())
 
 
 def refusal(strategy: Any, wrapped: Any = None) -> str:
