@@ -25,6 +25,7 @@ from transformers import Trainer
 import hytrain_fx
 from hytrain_fx.errors import HytrainWarning, UnsupportedError
 from hytrain_fx.integrations.accelerate import prepare_unwrapped, require_plain
+from hytrain_fx.session.call_gate import find_session
 from hytrain_fx.session.optimizer import OffloadedOptimizer
 
 TRIED = "adamw_torch, adamw_torch_fused, adafactor, adagrad, rmsprop and sgd"
@@ -56,7 +57,9 @@ class OffloadMixin:
         """
         self._require_one_device()
         given = self.optimizer is not None
-        optimizer = super().create_optimizer(model)  # type: ignore[misc]  # the Trainer's
+        above: Any = super()
+        made = above.create_optimizer() if model is None else above.create_optimizer(model)  # a subclass's may take no model
+        optimizer = self.optimizer if made is None else made  # and may only set it
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper is there from the second train() on
         if isinstance(inner, OffloadedOptimizer):
             return optimizer
@@ -70,6 +73,22 @@ class OffloadMixin:
         if self.accelerator.num_processes > 1:
             prepare_unwrapped(self.accelerator, self.model)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **others: Any) -> Any:
+        """As the Trainer's, which comes after the optimizer in each training.
+
+        Raises UnsupportedError where another `create_optimizer` ran in place of the one above:
+        nothing would be offloaded.
+        """
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(inner, OffloadedOptimizer) and self.optimizer is not None and find_session(self.model) is None:
+            owner = next((each for each in type(self).__mro__ if "create_optimizer" in vars(each)), type(self)).__name__
+            raise UnsupportedError(
+                f"the Trainer's optimizer is a {type(inner).__name__}, and nothing is offloaded; expected that of OffloadMixin: "
+                f"{owner}.create_optimizer replaces OffloadMixin's. Write class {owner}(OffloadMixin, YourTrainer), and put "
+                "create_optimizer into YourTrainer"
+            )
+        return super().create_scheduler(*args, **others)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **others: Any) -> None:
         """As the Trainer's. One process reads weights that all of them have settled."""

@@ -176,6 +176,54 @@ def test_an_optimizer_that_was_given_is_offloaded(tmp_path: Path) -> None:
     hytrain_fx.close(model)
 
 
+def test_a_create_optimizer_that_replaces_ours_is_refused(tmp_path: Path) -> None:
+    """Nothing would be offloaded. The error has the line to write; calling ours within is fine."""
+
+    class Replaces(at.HyTrainer):  # type: ignore[misc, name-defined]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
+            return self.optimizer
+
+    class Extends(at.HyTrainer):  # type: ignore[misc, name-defined]
+        def create_optimizer(self, model: Any = None) -> Any:
+            return super().create_optimizer(model)
+
+    arguments = at.arguments(str(tmp_path), 1, use_cpu=True)
+    with pytest.raises(UnsupportedError, match=r"Replaces.create_optimizer replaces .* Write class Replaces\(OffloadMixin, YourTrainer\)"):
+        Replaces(model=Tiny(), args=arguments, train_dataset=at.Windows(16)).train()
+    trainer = Extends(model=Tiny(), args=arguments, train_dataset=at.Windows(16))
+    trainer.train()
+    assert not not_offloaded(trainer.model)
+    hytrain_fx.close(trainer.model)
+
+
+@pytest.mark.parametrize("way", ["no model", "returns nothing"])
+def test_an_own_create_optimizer_may_take_no_model_and_return_nothing(tmp_path: Path, way: str) -> None:
+    """The Trainer itself takes both from a subclass, so they are offloaded too."""
+    from hytrain_fx.integrations.transformers import OffloadMixin
+
+    class TakesNone(at.Trainer):  # type: ignore[misc, name-defined]
+        optimizer: Any
+
+        def create_optimizer(self) -> Any:
+            self.optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0.125)
+            return self.optimizer
+
+    class ReturnsNone(at.Trainer):  # type: ignore[misc, name-defined]
+        optimizer: Any
+
+        def create_optimizer(self, model: Any = None) -> None:
+            self.optimizer = self.optimizer or torch.optim.SGD(self.model.parameters(), lr=0.125)
+
+    class HyOwn(OffloadMixin, TakesNone if way == "no model" else ReturnsNone):  # type: ignore[misc]
+        pass
+
+    trainer = HyOwn(model=Tiny(), args=at.arguments(str(tmp_path), 1, use_cpu=True), train_dataset=at.Windows(16))
+    trainer.train()
+    assert not not_offloaded(trainer.model)
+    hytrain_fx.close(trainer.model)
+
+
 def test_options_reach_compile(tmp_path: Path) -> None:
     """`compile_options` are those of `hytrain_fx.compile`."""
     with pytest.raises(ConfigError, match="unknown option"):
