@@ -37,7 +37,7 @@ class OffloadMixin:
     `compile_options` are those of `hytrain_fx.compile`.
 
     The model stays compiled after `train()`: it can be evaluated, saved and trained further.
-    `hytrain_fx.close(trainer.model)` makes it a plain one.
+    `hytrain_fx.close(trainer.model)` makes it a plain one, until it is trained again.
     """
 
     model: Any
@@ -52,8 +52,9 @@ class OffloadMixin:
     def create_optimizer(self, model: Any = None) -> Any:
         """The Trainer's optimizer, or the one that it was given, offloaded.
 
-        A second `train()` goes on with it. With `model_init` each `train()` has a model and an
-        optimizer of its own. Raises UnsupportedError where the Trainer would wrap the model.
+        A second `train()` goes on with it, also where the model was closed in between. With
+        `model_init` each `train()` has a model and an optimizer of its own. Raises UnsupportedError
+        where the Trainer would wrap the model.
         """
         self._require_one_device()
         given = self.optimizer is not None
@@ -62,7 +63,9 @@ class OffloadMixin:
         optimizer = self.optimizer if made is None else made  # and may only set it
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper is there from the second train() on
         if isinstance(inner, OffloadedOptimizer):
-            return optimizer
+            if not inner.session.closed:
+                return optimizer
+            optimizer = inner.before_compile  # it shows the states of the closed session, which compile() takes along
         self._warn_of_waits()
         try:
             _, self.optimizer = hytrain_fx.compile(self.model, optimizer, **self.compile_options)

@@ -66,6 +66,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ours = original is None or name in vars(self) or name not in vars(original)
         super().__delattr__(name) if ours else delattr(original, name)
 
+    @property
+    def before_compile(self) -> torch.optim.Optimizer:
+        """The user's own object, which can be compiled again when the model was closed."""
+        return self._original
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Commit this step: fixes the hyper-parameters and returns while updates run.
 

@@ -94,10 +94,13 @@ def trainer_of(folder: Path, *, ours: dict[str, Any] | None = None, **arguments:
     return at.HyTrainer(model=Tiny(), args=at.arguments(str(folder), 1, use_cpu=True, **arguments), **(ours or {}))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("made", ["model", "model_init"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("made", ["closed", "model", "model_init"])
 def test_a_second_training_has_the_trainers_bits(tmp_path: Path, made: str) -> None:
-    """It goes on with the model and its states; with `model_init` it begins with new ones."""
+    """It goes on with the model and its states; with `model_init` it begins with new ones.
+
+    So it does where the model was closed in between.
+    """
 
     def trained(kind: Any) -> list[dict[str, torch.Tensor]]:
         def model() -> Tiny:
@@ -108,12 +111,15 @@ def test_a_second_training_has_the_trainers_bits(tmp_path: Path, made: str) -> N
 
         torch._dynamo.reset()
         arguments = at.arguments(str(tmp_path), 2, use_cpu=True)
-        trainer = kind(args=arguments, train_dataset=at.Windows(16), **{made: model() if made == "model" else model})
+        trainer = kind(args=arguments, train_dataset=at.Windows(16),
+                       **({"model_init": model} if made == "model_init" else {"model": model()}))
         found = []
         for _ in range(2):
             trainer.train()
             found.append(weights(trainer.model))
             assert kind is at.Trainer or not not_offloaded(trainer.model)
+            if made == "closed" and kind is at.HyTrainer and len(found) == 1:
+                hytrain_fx.close(trainer.model)
         if kind is at.HyTrainer:
             hytrain_fx.close(trainer.model)
         return found
@@ -163,7 +169,10 @@ def test_the_note_of_a_refused_optimizer_names_optim(tmp_path: Path, monkeypatch
 
 
 def test_an_optimizer_that_was_given_is_offloaded(tmp_path: Path) -> None:
-    """`optimizers=(optimizer, None)` is offloaded, once; a second train() finds the same."""
+    """`optimizers=(optimizer, None)` is offloaded, once; a second train() finds the same.
+
+    Where the model was closed, it is offloaded again.
+    """
     model = Tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
     trainer = at.HyTrainer(model=model, args=at.arguments(str(tmp_path), 1, use_cpu=True), optimizers=(optimizer, None))
@@ -173,6 +182,11 @@ def test_an_optimizer_that_was_given_is_offloaded(tmp_path: Path) -> None:
     assert trainer.create_optimizer() is trainer.optimizer is found
     trainer.optimizer = trainer.accelerator.prepare(found)
     assert trainer.create_optimizer() is trainer.optimizer
+    hytrain_fx.close(model)
+    again = trainer.create_optimizer()
+    assert isinstance(again, OffloadedOptimizer)
+    assert not again.session.closed
+    assert again.param_groups is optimizer.param_groups
     hytrain_fx.close(model)
 
 
