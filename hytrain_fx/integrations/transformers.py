@@ -44,6 +44,7 @@ class OffloadMixin:
     args: Any
     accelerator: Any
     optimizer: Any
+    is_in_train: bool
 
     def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **others: Any) -> None:
         self.compile_options = dict(compile_options or {})
@@ -92,6 +93,17 @@ class OffloadMixin:
                 "create_optimizer into YourTrainer"
             )
         return super().create_scheduler(*args, **others)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **others: Any) -> Any:
+        """As the Trainer's.
+
+        With `bf16_full_eval` or `fp16_full_eval` it converts the model, which is closed before. A
+        further `train()` compiles it again. Raises EngineError where the engine has failed.
+        """
+        converts = (self.args.bf16_full_eval or self.args.fp16_full_eval) and not self.is_in_train
+        if converts and find_session(self.model) is not None:
+            hytrain_fx.close(self.model)
+        return super().evaluation_loop(*args, **others)  # type: ignore[misc]
 
     def save_model(self, *args: Any, **others: Any) -> None:
         """As the Trainer's. One process reads weights that all of them have settled."""

@@ -190,6 +190,35 @@ def test_an_optimizer_that_was_given_is_offloaded(tmp_path: Path) -> None:
     hytrain_fx.close(model)
 
 
+@pytest.mark.parametrize("option", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_that_converts_the_model_is_the_trainers(tmp_path: Path, option: str) -> None:
+    """Loss and weights are those of the Trainer with the same weights.
+
+    A further train() goes on in 16 bits, with the fp32 weights of before as masters.
+    """
+
+    def trainer_with(kind: Any, model: Tiny) -> Any:
+        data = at.Windows(16)
+        arguments = at.arguments(str(tmp_path), 2, use_cpu=True, **{option: True})
+        return kind(model=model, args=arguments, train_dataset=data, eval_dataset=torch.utils.data.Subset(data, range(8)))
+
+    trained, plain = Tiny(), Tiny()
+    trainer = trainer_with(at.HyTrainer, trained)
+    trainer.train()
+    before = weights(trained)
+    plain.load_state_dict(before)
+    found, expected = (each.evaluate()["eval_loss"] for each in (trainer, trainer_with(at.Trainer, plain)))
+    assert found == expected
+    assert_same(weights(trained), weights(plain))
+    masters = {name: trainer.optimizer.state[parameter]["master"] for name, parameter in trained.named_parameters()}
+    assert_same(masters, before)
+    trainer.train()
+    assert not not_offloaded(trained)
+    assert {int(trainer.optimizer.state[parameter]["step"]) for parameter in trained.parameters()} == {4}
+    assert any(not torch.equal(value, weights(plain)[name]) for name, value in weights(trained).items())
+    trainer.evaluate()  # closed again
+
+
 def test_a_create_optimizer_that_replaces_ours_is_refused(tmp_path: Path) -> None:
     """Nothing would be offloaded. The error has the line to write; calling ours within is fine."""
 
