@@ -14,6 +14,8 @@ strategy's.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import lightning
@@ -54,13 +56,15 @@ class Offload(lightning.Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Give the trainer offloaded optimizers instead of its own.
 
-        Raises UnsupportedError where the strategy has wrapped the module all the same, and what
-        `hytrain_fx.compile` raises.
+        Raises UnsupportedError where the strategy has wrapped the module all the same, or two
+        optimizers have one module, and what `hytrain_fx.compile` raises.
         """
         _require_unwrapped(trainer.strategy)
+        parts = [trained_module(pl_module, optimizer) for optimizer in trainer.optimizers]
+        _require_apart(pl_module, parts)
         offloaded = []
-        for optimizer in trainer.optimizers:
-            module, ours = hytrain_fx.compile(trained_module(pl_module, optimizer), optimizer, **self._options)
+        for part, optimizer in zip(parts, trainer.optimizers, strict=True):
+            module, ours = hytrain_fx.compile(part, optimizer, **self._options)
             self._compiled.append(module)
             offloaded.append(ours)
         trainer.optimizers = offloaded
@@ -113,6 +117,21 @@ def trained_module(whole: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Mod
         if wanted <= {id(parameter) for parameter in child.parameters()}:
             return child
     return whole
+
+
+def _require_apart(whole: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedError where two optimizers have the same module.
+
+    One within another is fine: its optimizer's updates hide nothing where the outer one is called.
+    """
+    for (i, one), (j, other) in itertools.combinations(enumerate(parts), 2):
+        if one is other:
+            name = next((f"self.{name}" for name, child in whole.named_children() if child is one), "the whole LightningModule")
+            raise UnsupportedError(
+                f"optimizers {i} and {j} of configure_optimizers, counted from 0, are both for {name}; expected a module for each. Put "
+                "each optimizer's parameters in a direct child module of its own, which training_step calls, or train all with one "
+                "optimizer"
+            )
 
 
 def require_plain(strategy: Any) -> None:

@@ -200,6 +200,63 @@ def test_a_fit_leaves_a_plain_model() -> None:
         fit(module, Offload(no_such=1))
 
 
+class Several(TwoParts):
+    """Manual optimization with an optimizer for each list of parameters that `split` gives."""
+
+    def __init__(self, split: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.split = split
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss := super().training_step(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(parameters, lr=0.1, foreach=False) for parameters in self.split(self)]
+
+
+SHARED: dict[str, tuple[Any, str]] = {
+    "one child": (lambda m: (m.decoder.parameters(), [m.encoder.weight], [m.encoder.bias]), "1 and 2 .* both for self.encoder;"),
+    "no child": (lambda m: ([m.encoder.weight, m.decoder.weight], [m.encoder.bias, m.decoder.bias]),
+                 "0 and 1 .* both for the whole LightningModule;"),
+}  # fmt: skip
+APART: dict[str, Any] = {
+    "children": lambda m: (m.decoder.parameters(), m.encoder.parameters()),
+    "a child within the whole": lambda m: ([m.encoder.weight, m.decoder.weight, m.decoder.bias], [m.encoder.bias]),
+}
+
+
+@pytest.mark.parametrize("split", SHARED)
+def test_two_optimizers_of_one_module_are_refused(split: str) -> None:
+    """The error has their numbers and the module, and says what to do. Nothing is compiled."""
+    parameters, expected = SHARED[split]
+    module = Several(parameters)
+    with pytest.raises(UnsupportedError, match=f"^optimizers {expected} .* direct child module of its own"):
+        fit(module, Offload())
+    for part in module.modules():
+        with pytest.raises(UnsupportedError, match="is not compiled"):
+            hytrain_fx.close(part)
+
+
+@pytest.mark.parametrize("split", APART)
+def test_optimizers_of_different_modules_have_the_plain_bits(split: str) -> None:
+    """Each is offloaded with its module; one of the modules may lie within another."""
+
+    def trained(ours: bool) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        module = Several(APART[split])
+        fit(module, *([Offload()] if ours else []))
+        return weights(module)
+
+    with rounded_root():
+        assert_same(trained(True), trained(False))
+
+
 class Watches(lightning.pytorch.strategies.SingleDeviceStrategy):  # type: ignore[misc]
     """Keeps whether the module was a plain one when it was moved to the CPU."""
 
