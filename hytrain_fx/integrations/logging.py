@@ -100,19 +100,22 @@ class PrometheusFile(MetricsLog):
     path     ends in .prom, in the collector's folder
     labels   of every figure: PrometheusFile(model, path, labels={"run": "a"})
 
-    Raises ConfigError for another ending, and for a label that Prometheus does not take.
+    Raises ConfigError for another ending, a folder that does not exist, and a label that Prometheus
+    does not take.
     """
 
-    def __init__(self, model: nn.Module, path: str | Path, *, labels: Mapping[str, str] | None = None, every: int = 1,
+    def __init__(self, model: nn.Module, path: str | Path, *, labels: Mapping[str, object] | None = None, every: int = 1,
                  energy: bool = False) -> None:
         super().__init__(model, every=every, energy=energy)
         self._path = Path(path).absolute()
         if self._path.suffix != ".prom":
             raise ConfigError(f"found the file {str(path)!r}, expected a name that ends in .prom: the collector reads no other")
+        if not self._path.parent.is_dir():
+            raise ConfigError(f"found the file {str(path)!r}, expected a name in a folder that exists; {str(self._path.parent)!r} is none")
         wrong = [name for name in labels or {} if not _LABEL.fullmatch(name)]
         if wrong:
             raise ConfigError(f"found the label {wrong[0]!r}, expected letters, digits and underscores, no digit first")
-        named = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in (labels or {}).items())
+        named = ",".join(f'{name}="{str(value).translate(_ESCAPES)}"' for name, value in (labels or {}).items())
         self._labels = f"{{{named}}}" if named else ""
 
     def write(self, values: Mapping[str, float], step: int | None) -> None:

@@ -117,6 +117,13 @@ def test_a_reader_never_sees_half_a_file(model: Any, tmp_path: Path, monkeypatch
     assert not seen[0].endswith(".prom")
 
 
+def test_a_label_of_prometheus_may_be_a_number(model: Any, tmp_path: Path) -> None:
+    """It is written as its text."""
+    file = tmp_path / "train.prom"
+    PrometheusFile(model, file, labels={"rank": 0})()
+    assert '{rank="0"}' in file.read_text()
+
+
 def test_one_call_of_three_logs(model: Any) -> None:
     """The first one does."""
     run = Told()
@@ -130,6 +137,7 @@ def test_one_call_of_three_logs(model: Any) -> None:
     (lambda model: WandbLog(model, None, every=0), "every=0"),
     (lambda model: PrometheusFile(model, "train.txt"), r"train\.txt"),
     (lambda model: PrometheusFile(model, "train.prom", labels={"1st": "a"}), "1st"),
+    (lambda model: PrometheusFile(model, "no such folder/train.prom"), "no such folder/train.prom"),
 ])
 def test_what_a_tool_would_refuse_is_refused_at_once(make: Any, found: str) -> None:
     """The error names what was found."""
