@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from hytrain_fx.cost_model.cpu_share import LEAST_GAIN, CpuShare
 from hytrain_fx.cost_model.share_and_states import Shared, ShareRates, solve_together
-from hytrain_fx.errors import PlanError
+from hytrain_fx.errors import ConfigError, PlanError
 from hytrain_fx.forecast.device import LAUNCH_US_PER_UNIT, DeviceSpec, analytic_profile
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.report import case_of
@@ -94,8 +94,11 @@ def shares(model: Any, tokens: int, *, sequence: int | None = None, recompute: b
     model   as `report` takes it
     clips   whether the loop takes norms of gradients: then sums on the host come to the device
 
-    Raises ConfigError and PlanError as `case_of` does.
+    Raises ConfigError for a sequence that is longer than the batch, and ConfigError and PlanError
+    as `case_of` does.
     """
+    if sequence is not None and sequence > tokens:
+        raise ConfigError(f"found sequences of {sequence} tokens in a batch of {tokens}, expected at least one sequence in the batch")
     cases = [(gpu, cores, case_of(model, on_host(find_device(gpu), cores), tokens, sequence=sequence, recompute=recompute))
              for gpu in GPUS for cores in CORES]
     first = cases[0][2]

@@ -23,6 +23,7 @@ from hytrain_fx.errors import ConfigError, UnsupportedError
 from hytrain_fx.ir.named_files import json_object, read_text
 from hytrain_fx.ir.states import ADAMW, MOMENTS, StateTable, StateTraffic
 
+LARGEST = 10**9  # no config has a greater number, and products of three of them are still floats
 Counted = Literal["tokens", "samples"]
 
 
@@ -262,8 +263,8 @@ class _Numbers:
         return bool(self._config.get(key, otherwise))
 
     def _whole(self, key: str, value: object, least: int) -> int:
-        if type(value) is not int or value < least:
-            raise ConfigError(f"the config of {self._name!r} has {key}={value!r}; expected a whole number >= {least}")
+        if type(value) is not int or not least <= value <= LARGEST:
+            raise ConfigError(f"the config of {self._name!r} has {key}={value!r}; expected a whole number >= {least} and <= {LARGEST}")
         return value
 
 

@@ -35,7 +35,8 @@ def without(whole: dict[str, Any], key: str) -> str:
 CONFIGS = {
     "no model_type": json.dumps({"vocab_size": 100}), "no layers": without(LLAMA, "num_hidden_layers"),
     "no heads": with_(LLAMA, num_attention_heads=0), "text for a number": with_(LLAMA, vocab_size="100"),
-    "null for a number": with_(LLAMA, hidden_size=None), "part of a layer": with_(LLAMA, num_hidden_layers=1.5),
+    "null for a number": with_(LLAMA, hidden_size=None), "a number without end": with_(LLAMA, hidden_size=10**400),
+    "part of a layer": with_(LLAMA, num_hidden_layers=1.5),
     "a context of nothing": with_(LLAMA, max_position_embeddings=0), "other family": json.dumps({"model_type": "no-such", "d_model": 8}),
     "number as family": json.dumps({"model_type": 3}),
 }
@@ -76,6 +77,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     **{f"plan: {name}": (explain(f"{{tmp}}/plan/{name}"), "not a saved plan") for name in PLANS},
     **{f"tokens {of}": (report(tokens=of), "tokens") for of in ("0", "-1", "1" + "0" * 400)},
     **{f"sequence {of}": (report(sequence=of), "sequences") for of in ("0", "-1")},
+    "share of a part of a sequence": (["share", "--model", "llama-1.3b", "--tokens", "100", "--sequence", "1000"],
+                                      "sequences of 1000 tokens in a batch of 100,"),
     **{f"budget {of}": (report(budget_gb=of), "budget") for of in ("-1", "nan", "inf", "1e300")},
     **{f"out {name!r}": ([*REPORT, "--out", f"{{tmp}}/{name}"], "cannot be written") for name in ("folder", "missing/x", "a\0b")},
     **{f"{of} GPUs": (report(gpus=of), f"gpus={of} and nodes=1, expected 1 to") for of in ("0", "-2", "1" + "0" * 400)},
