@@ -19,7 +19,7 @@ import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import HostMemoryError
 
-from .loops import HYPER, plain_loop, weights
+from .loops import HYPER, assert_same, plain_loop, weights
 from .models import Batches, cnn, gpt, mlp
 from .threads import engine_threads, threads_left
 
@@ -166,6 +166,30 @@ def test_states_written_after_close_leave_the_weights() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
     assert all(bool((entry["exp_avg"] == 1).all()) for entry in optimizer.state.values())
     assert all(bool((parameter == 3).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_written_after_close_are_trained_further(dtype: torch.dtype) -> None:
+    """The same optimizer is compiled again: weights written since stay, the others keep masters."""
+    first = nn.Linear(8, 8)
+    model: Any = nn.Sequential(first, nn.Linear(8, 8)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, ours = hytrain_fx.compile(model, optimizer, k=0)
+    model(torch.ones(4, 8, dtype=dtype)).sum().backward()
+    ours.step()
+    hytrain_fx.close(model)
+    masters = {parameter: ours.state[parameter].get("master", parameter).detach().clone() for parameter in model.parameters()}
+    written = first.weight
+    with torch.no_grad():
+        written[:4] = 4.0
+    expected = weights(model)
+    masters[written][:4] = 4.0
+    _, ours = hytrain_fx.compile(model, optimizer, k=0)
+    assert_same(weights(model), expected)
+    for parameter, master in masters.items():
+        assert torch.equal(ours.state[parameter].get("master", parameter), master)
+    assert int(ours.state[written]["step"]) == 1
+    hytrain_fx.close(model)
 
 
 def test_a_model_compiled_again_and_again_leaves_one_session() -> None:
