@@ -36,7 +36,7 @@ from hytrain_fx.session.compiled_once import require_new
 from hytrain_fx.session.method_call import called_of, remove_methods
 from hytrain_fx.session.optimizer import OffloadedOptimizer, states_before
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.state_dict import ParameterStates, load_states, states_before
+from hytrain_fx.session.state_dict import ParameterStates, load_states
 from hytrain_fx.session.step_metrics import step_metrics
 from hytrain_fx.session.weights_choice import choice_of, with_weights_chosen
 from hytrain_fx.sharing.loop import share_in_words

@@ -17,7 +17,7 @@ from hytrain_fx.session.own_class import OVERRIDABLE, has_own, overrides, own_me
 from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.sharded_state import load_sharded_states, sharded_states
-from hytrain_fx.session.state_dict import ParameterStates, load_states, read_states, require_form
+from hytrain_fx.session.state_dict import ParameterStates, follow_weights, load_states, read_states, require_form
 from hytrain_fx.torch_private.optimizers import hand_over_hooks, load_state_dict_hooks
 
 
@@ -201,7 +201,9 @@ def states_before(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     earlier = getattr(vars(optimizer).get("add_param_group"), "__self__", None)
     if isinstance(earlier, OffloadedOptimizer):
-        return OffloadedOptimizer.state_dict(earlier)
+        found = OffloadedOptimizer.state_dict(earlier)
+        follow_weights(optimizer, found)
+        return found
     return torch.optim.Optimizer.state_dict(optimizer) if overrides(type(optimizer), "state_dict") else optimizer.state_dict()
 
 

@@ -158,21 +158,17 @@ def whole_states(session: Session, row: int) -> RowStates:
     return RowStates(states.table, whole(states.master), tuple(map(whole, states.states)))
 
 
-def states_before(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The states that an optimizer has before it is compiled.
+def follow_weights(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Elements of weights that were written since a session was closed become those of masters.
 
-    Those of a closed session have masters. Elements of weights that were written since are theirs.
+    state_dict   what that session has left
     """
-    found = optimizer.state_dict()
-    if not isinstance(optimizer.state, ParameterStates):
-        return found
-    for group, saved in zip(optimizer.param_groups, found["param_groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
-            master = found["state"].get(number, {}).get("master")
+            master = state_dict["state"].get(number, {}).get("master")
             if master is not None and not parameter.is_meta:
                 weight = parameter.detach().to("cpu")
-                found["state"][number]["master"] = torch.where(master.to(weight.dtype) == weight, master, weight.float())
-    return found
+                state_dict["state"][number]["master"] = torch.where(master.to(weight.dtype) == weight, master, weight.float())
 
 
 def load_states(session: Session, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
