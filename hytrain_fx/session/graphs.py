@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from hytrain_fx.capture.backend import Capture, has_user_hooks
@@ -43,11 +44,10 @@ from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
-from hytrain_fx.torch_private.autograd import compiled_node, running_node
+from hytrain_fx.torch_private.autograd import compiled_node, reading_save_hook, running_node
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, count_accumulate_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
-from hytrain_fx.weights.saving_hooks import show_to_hook
 from hytrain_fx.weights.streamed_weights import StreamedWeights
 
 
@@ -184,11 +184,34 @@ class SessionGraphs:
         return False
 
     def _call(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-        show_to_hook(self._streamed, self._table, inputs)
+        self._show_to_save_hook(inputs)
         with self._in_graph():
             results = compiled(*inputs)
         self._nodes.gradients.parts.forward_ran(compiled_node(results))
         return results
+
+    def _show_to_save_hook(self, inputs: Iterable[Any]) -> None:
+        """A graph with these inputs is about to run: a hook on saved tensors finds its weights.
+
+        Autograd saves weights and views of weights when their graph has run and its slots are given
+        away. A hook that copies them then (`save_on_cpu`) would find no memory. And what it gives
+        back to the backward is another tensor, under which no fetch puts anything. So the weights
+        are in memory of their own before, until a training forward finds that nobody holds them.
+
+        Raises OutOfMemoryError where the device has no room for all, RankError and UnsupportedError
+        as `StreamedWeights.fill`.
+        """
+        if not self._streamed.wanted or not torch.is_grad_enabled() or (hook := reading_save_hook()) is None:
+            return
+        rows = [self._table.row_of[id(value)] for value in inputs if id(value) in self._table.row_of]
+        try:
+            with self._streamed.units.held():
+                self._streamed.fill(rows)
+        except torch.OutOfMemoryError as error:
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            error.add_note(f"hooks on saved tensors are set ({name}), which read weights too: all that a graph reads are on the device "
+                           "while they are. Leave the hooks out, or use torch.utils.checkpoint, whose hooks read none")
+            raise
 
     @contextmanager
     def _around_forward(self, graph: int) -> Iterator[None]:
