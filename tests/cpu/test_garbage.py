@@ -79,8 +79,9 @@ def test_step_collects_nothing(eager_collector: None) -> None:
 def test_full_collections_are_counted_and_told() -> None:
     """Others are not. Where they take much of the time, there is a line that says what helps."""
     gc.collect()  # what other tests have left
-    hooks = len(gc.callbacks)
+    before = list(gc.callbacks)
     counted = FullCollections()
+    (own,) = (hook for hook in gc.callbacks if hook not in before)
     gc.collect(0)
     gc.collect(1)
     assert (counted.count, counted.total_us) == (0, 0.0)
@@ -95,4 +96,4 @@ def test_full_collections_are_counted_and_told() -> None:
     counted.forget()
     assert counted.in_words() is None
     del counted
-    assert len(gc.callbacks) == hooks
+    assert own not in gc.callbacks
