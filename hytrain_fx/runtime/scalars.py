@@ -144,15 +144,14 @@ def _two(group: Mapping[str, object], key: str) -> Sequence[object]:
     raise UnsupportedError(f"{key} of a parameter group is {value!r}: expected a pair of numbers")
 
 
+def _number(value: object, key: str) -> float:
+    found = _coefficient(value, key)
+    return float(found.item()) if isinstance(found, torch.Tensor) else found
+
+
 def _coefficient(value: object, key: str) -> Coefficient:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(())
-    return _number(value, key)
-
-
-def _number(value: object, key: str) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value.item())
     if isinstance(value, Real):
         return value  # type: ignore[return-value]
     raise UnsupportedError(f"{key} of a parameter group is {value!r}: expected a number or a tensor of one element")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,18 @@ from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.ir.states import MOMENTS, StateTable
 
 Group = Mapping[str, Any]
+
+
+class _Right(NamedTuple):
+    """A group that can be stepped: its parameters, the states that it asks for, and its rows."""
+
+    parameters: list[torch.Tensor]
+    asked: StateTable | None
+    rows: frozenset[int]
+
+    def is_now(self, parameters: Sequence[torch.Tensor], asked: StateTable | None) -> bool:
+        """Whether a group with these is the same."""
+        return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters)) and asked == self.asked
 
 
 class GroupMembers:
@@ -32,13 +44,12 @@ class GroupMembers:
         self._table = table
         self._kept = kept
         self._asked = asked
-        self._seen: list[tuple[list[torch.Tensor], StateTable | None]] = []  # by group, as found right last
-        self._right: list[tuple[StateTable | None, frozenset[int]]] = []  # the same, by rows
+        self._right: list[_Right] = []  # the groups, as they were found last
 
     def check(self, groups: Sequence[Group]) -> None:
         """Raise UnsupportedError where the groups cannot be stepped as they are now."""
         now = [(group["params"], self._asked(group) if self._asked and group["params"] else None) for group in groups]
-        if len(now) == len(self._seen) and all(map(_is_as_seen, now, self._seen)):
+        if len(now) == len(self._right) and all(before.is_now(*of) for before, of in zip(self._right, now, strict=True)):
             return
         row_of = self._table.row_of
         rows = [[row_of[id(p)] for p in of if id(p) in row_of] for of, _ in now]
@@ -49,8 +60,7 @@ class GroupMembers:
             for row in of:
                 if asked is not None and not asked.is_part_of(self._kept(row)):
                     raise self._other_states(row, asked)
-        self._seen = [(list(of), asked) for of, asked in now]
-        self._right = [(asked, frozenset(of)) for of, (_, asked) in zip(rows, now, strict=True)]
+        self._right = [_Right(list(parameters), asked, frozenset(of)) for (parameters, asked), of in zip(now, rows, strict=True)]
 
     def fitting(self, rows: Sequence[int], group: Group) -> tuple[int, ...]:
         """Those of these rows that have the states that the group asks for now.
@@ -58,7 +68,7 @@ class GroupMembers:
         Raises UnsupportedError.
         """
         asked = None if self._asked is None else self._asked(group)
-        if asked is None or any(asked == before and known.issuperset(rows) for before, known in self._right):
+        if asked is None or any(asked == known.asked and known.rows.issuperset(rows) for known in self._right):
             return tuple(rows)
         return tuple(row for row in rows if asked.is_part_of(self._kept(row)))
 
@@ -68,11 +78,6 @@ class GroupMembers:
             f"{_in_words(self._kept(row))}: which states are kept is fixed by compile(), also where none has been used. Set the group's "
             "options back or move the parameter back, or close(model) and compile it again"
         )
-
-
-def _is_as_seen(now: tuple[Sequence[torch.Tensor], StateTable | None], seen: tuple[list[torch.Tensor], StateTable | None]) -> bool:
-    (found, asked), (expected, before) = now, seen
-    return len(found) == len(expected) and all(map(operator.is_, found, expected)) and asked == before
 
 
 def _in_words(table: StateTable) -> str:

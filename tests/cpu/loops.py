@@ -145,8 +145,11 @@ def whole_pieces(numels: Sequence[int], placement: Sequence[Placement]) -> tuple
     return tuple(PlacedPiece(Piece(number, 0, numel), place) for number, (numel, place) in enumerate(pairs))
 
 
-def plain_loop(steps: int) -> Loop:
-    """`steps` ordinary steps over the batches, again and again."""
+def plain_loop(steps: int, between: Callable[[Any, Any, int], object] = lambda model, optimizer, step: None) -> Loop:
+    """`steps` ordinary steps over the batches, again and again.
+
+    `between` is called after each of them, with its number.
+    """
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = []
@@ -156,6 +159,7 @@ def plain_loop(steps: int) -> Loop:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
+            between(model, optimizer, step)
         return losses
 
     return loop

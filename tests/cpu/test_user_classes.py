@@ -18,10 +18,11 @@ import torch
 import hytrain_fx
 from hytrain_fx.errors import HytrainWarning, UnsupportedError
 
+from .loops import plain_loop
 from .models import Batches
 from .optimizers import TRACED, WithRate, make
 from .saved import start, through_a_file
-from .test_user_optimizers import Clipped, assert_as_plain, steps
+from .test_user_optimizers import Clipped, assert_as_plain
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -75,7 +76,7 @@ def test_attributes_are_those_of_the_users_optimizer() -> None:
         assert optimizer.clip == 1.0 / 10**step
         optimizer.clip /= 10
 
-    assert_as_plain(lambda model: Clipped(model.parameters()), steps(4, tighter))
+    assert_as_plain(lambda model: Clipped(model.parameters()), plain_loop(4, tighter))
 
 
 class Late(WithRate):
@@ -113,7 +114,7 @@ def test_attributes_that_are_not_there_at_first_count_too() -> None:
             optimizer.doubled = 6.0
         assert optimizer.doubled == (1.0, 1.0, 2.0, 6.0, 6.0)[step]
 
-    assert_as_plain(lambda model: Late(model.parameters()), steps(5, other))
+    assert_as_plain(lambda model: Late(model.parameters()), plain_loop(5, other))
 
 
 def test_methods_of_the_class_are_there() -> None:
@@ -127,7 +128,7 @@ def test_methods_of_the_class_are_there() -> None:
         return 0.0
 
     losses: list[float] = []
-    assert_as_plain(lambda model: ScheduleFree(model.parameters()), steps(4, evaluated))
+    assert_as_plain(lambda model: ScheduleFree(model.parameters()), plain_loop(4, evaluated))
     assert losses[:4] == losses[4:]
 
 
@@ -172,11 +173,11 @@ def test_overridden_methods_are_called(way: str) -> None:
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
         one = optimizer if way == "returned" else old[-1]
-        found: list[Any] = steps(5)(model, one, batches)
+        found: list[Any] = plain_loop(5)(model, one, batches)
         (saved,) = through_a_file(one.state_dict())
-        found += steps(3)(model, one, batches)
+        found += plain_loop(3)(model, one, batches)
         one.load_state_dict(saved)
-        found += steps(3)(model, one, batches)
+        found += plain_loop(3)(model, one, batches)
         return [*found, list(one.calls), one.param_groups[0]["lr"], sorted(one.state_dict())]
 
     assert_as_plain(make_one, loop)
@@ -202,12 +203,12 @@ def test_states_come_along_from_a_class_with_a_state_dict_of_its_own() -> None:
     """One that has run before `compile`, and one that is compiled again."""
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[Any]:
-        found: list[Any] = steps(3)(model, optimizer, batches)
+        found: list[Any] = plain_loop(3)(model, optimizer, batches)
         if type(optimizer) is not Odd:
             original = optimizer.__dict__["_original"]
             hytrain_fx.close(model)
             _, optimizer = hytrain_fx.compile(model, original, k=1)
-        return found + steps(3)(model, optimizer, batches)
+        return found + plain_loop(3)(model, optimizer, batches)
 
     def run_before(model: Any) -> torch.optim.Optimizer:
         optimizer = Odd(model.parameters(), 0.1, momentum=0.9, foreach=False)
@@ -294,7 +295,7 @@ class Keyed(Registered, key="mine"):
 
 def test_a_class_that_notes_its_subclasses_is_told_of_none() -> None:
     """The class that compile() makes of it is nobody's to register."""
-    assert_as_plain(lambda model: Keyed(model.parameters()), steps(2))
+    assert_as_plain(lambda model: Keyed(model.parameters()), plain_loop(2))
     assert Registered.known == ["mine"]
 
 
@@ -327,4 +328,4 @@ def test_an_array_that_the_optimizer_holds_stays_the_loops() -> None:
         tables[-1][0] = 0.5 * step
         assert optimizer.table is tables[-1]
 
-    assert_as_plain(make_one, steps(4, written))
+    assert_as_plain(make_one, plain_loop(4, written))

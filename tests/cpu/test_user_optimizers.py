@@ -17,7 +17,7 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.errors import EngineError, HytrainError
 
-from .loops import assert_same, weights
+from .loops import assert_same, plain_loop, weights
 from .models import Batches
 from .optimizers import WithRate
 from .saved import start
@@ -49,23 +49,6 @@ def assert_as_plain(make: Make, loop: Loop) -> None:
     assert_same(results[1][1], results[0][1])
 
 
-def steps(count: int, between: Callable[[Any, Any, int], object] = lambda model, optimizer, step: None) -> Loop:
-    """An ordinary loop; `between` is called after each step, with its number."""
-
-    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
-        losses = []
-        for step in range(count):
-            loss = model(*batches[step % len(batches)])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-            between(model, optimizer, step)
-        return losses
-
-    return loop
-
-
 class Clipped(WithRate):
     """Clips each gradient's elements by an attribute of its own, or by one in its group."""
 
@@ -94,7 +77,7 @@ def test_a_learning_rate_of_one_element_follows_its_scheduler(shape: tuple[int, 
 
     def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return steps(5, lambda *_: scheduler.step())(model, optimizer, batches)
+        return plain_loop(5, lambda *_: scheduler.step())(model, optimizer, batches)
 
     assert_as_plain(lambda model: torch.optim.SGD(model.parameters(), torch.full(shape, 0.1), momentum=0.9, foreach=False), loop)
 
@@ -106,7 +89,7 @@ def test_every_element_of_an_option_counts(size: int) -> None:
     def tighter(model: Any, optimizer: Any, step: int) -> None:
         optimizer.param_groups[0]["bound"][size // 2] = 0.01 / (step + 1)
 
-    assert_as_plain(lambda model: Clipped([{"params": list(model.parameters()), "bound": torch.ones(size)}]), steps(4, tighter))
+    assert_as_plain(lambda model: Clipped([{"params": list(model.parameters()), "bound": torch.ones(size)}]), plain_loop(4, tighter))
 
 
 class Bound:
@@ -129,7 +112,7 @@ def test_numbers_within_an_object_count() -> None:
         def tighter(model: Any, optimizer: Any, step: int) -> None:
             bound.value = 0.01 / (step + 1)
 
-        return steps(4, tighter)(model, optimizer, batches)
+        return plain_loop(4, tighter)(model, optimizer, batches)
 
     assert_as_plain(lambda model: Clipped(model.parameters(), clip=bound), loop)
 
@@ -152,7 +135,7 @@ class Drawing(WithRate):
 
 def test_an_object_that_a_step_changes_goes_on_from_there() -> None:
     """Also where its state is not in attributes, as of a random generator."""
-    assert_as_plain(lambda model: Drawing(model.parameters()), steps(4))
+    assert_as_plain(lambda model: Drawing(model.parameters()), plain_loop(4))
 
 
 # ---- What a loop has put on a parameter ----
@@ -186,7 +169,7 @@ def marked(model: Any, *, traced: bool = True, **marks: Any) -> torch.optim.Opti
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "op by op"])
 @pytest.mark.parametrize("mult", [0.1, torch.tensor(0.1), torch.tensor([0.1])], ids=["float", "0-d", "1-d"])
 def test_a_step_reads_what_is_on_its_parameter(traced: bool, mult: Any) -> None:
-    """It is what is there at each step, also where the loop writes it anew."""
+    """Each step has the value that is there now, also one that the loop has just set."""
 
     def other(model: Any, optimizer: Any, step: int) -> None:
         if step == 1:
@@ -194,7 +177,7 @@ def test_a_step_reads_what_is_on_its_parameter(traced: bool, mult: Any) -> None:
         if step == 2:
             del model.last.weight.lr_mult
 
-    assert_as_plain(lambda model: marked(model, traced=traced, lr_mult=mult), steps(4, other))
+    assert_as_plain(lambda model: marked(model, traced=traced, lr_mult=mult), plain_loop(4, other))
 
 
 def test_a_number_on_a_parameter_may_be_written_in_place() -> None:
@@ -203,7 +186,7 @@ def test_a_number_on_a_parameter_may_be_written_in_place() -> None:
     def twice(model: Any, optimizer: Any, step: int) -> None:
         model.first.weight.lr_mult.mul_(2)
 
-    assert_as_plain(lambda model: marked(model, lr_mult=torch.tensor([0.1])), steps(4, twice))
+    assert_as_plain(lambda model: marked(model, lr_mult=torch.tensor([0.1])), plain_loop(4, twice))
 
 
 @pytest.mark.parametrize("size", [6, 600])
@@ -219,7 +202,7 @@ def test_a_mask_on_a_parameter_holds(size: int) -> None:
             nn.init.normal_(p, std=0.1)
         return Multiplied(model.parameters())
 
-    assert_as_plain(make, steps(4, lambda model, optimizer, step: model.first.weight.mask[step].fill_(step % 2)))
+    assert_as_plain(make, plain_loop(4, lambda model, optimizer, step: model.first.weight.mask[step].fill_(step % 2)))
 
 
 class Marking(WithRate):
@@ -252,9 +235,9 @@ def test_what_a_step_puts_on_a_parameter_is_refused(begins: int, traced: bool) -
         with pytest.raises(HytrainError, match=r"Marking.step.. sets 'stepped' on a parameter, .* optimizer.state.parameter."):  # noqa: PT012
             _, optimizer = hytrain_fx.compile(model, Marking(model.parameters(), begins, traced=traced), k=1)
             compiled = True
-            steps(begins)(model, optimizer, batches)
+            plain_loop(begins)(model, optimizer, batches)
             assert begins
-            steps(2)(model, optimizer, batches)
+            plain_loop(2)(model, optimizer, batches)
     finally:
         if compiled:
             with contextlib.suppress(EngineError):
