@@ -1,6 +1,8 @@
 """The models that are timed: Llama shapes from transformers, random weights, random tokens.
 
-Weights are made where they stay.
+Weights are made where they stay. A size that ends in `-causal` is the same model, but attention is
+told that it is causal. Else transformers makes a mask wherever torch.compile traces the whole
+model, and none where blocks are compiled one by one: attention with a mask takes much longer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "10b": {"hidden_size": 4608, "num_hidden_layers": 38, "intermediate_size": 12288, "num_attention_heads": 36},
 }
 INITIAL_STD = 0.02
+CAUSAL = "-causal"
 
 
 def family_shape(width: int) -> dict[str, int]:
@@ -48,7 +51,11 @@ def family_size(family: str, layers: int) -> str:
 
 
 def shape_of(size: str) -> dict[str, int]:
-    """Keys of a LlamaConfig for a name of SHAPES, `wN` or `hHlN`. Raises CannotRun for another."""
+    """Keys of a LlamaConfig for a name of SHAPES, `wN` or `hHlN`, `-causal` or not.
+
+    Raises CannotRun for another.
+    """
+    size = size.removesuffix(CAUSAL)
     if size in SHAPES:
         return {"vocab_size": VOCABULARY, **SHAPES[size]}
     if found := re.fullmatch(r"w([1-9]\d*)", size):
@@ -56,7 +63,7 @@ def shape_of(size: str) -> dict[str, int]:
     if found := re.fullmatch(r"h([1-9]\d*)l([1-9]\d*)", size):
         return {"vocab_size": VOCABULARY, **layered_shape(int(found[1]), int(found[2]))}
     raise CannotRun(f"found size {size!r}, expected one of {', '.join(SHAPES)}, wN for N heads of 128 and N layers, or hHlN for H heads of "
-                    "128 and N layers")
+                    f"128 and N layers; each may end in {CAUSAL}")
 
 
 def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False, *,
@@ -72,7 +79,7 @@ def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = t
     except ImportError as error:
         raise CannotRun(f"the models come from transformers, which cannot be imported ({error}): pip install transformers") from error
     config = LlamaConfig(**shape_of(size), max_position_embeddings=sequence, tie_word_embeddings=False, use_cache=False,
-                         attn_implementation="sdpa")
+                         attn_implementation=_attention(size))
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
     model.to(dtype)
@@ -85,6 +92,17 @@ def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = t
     if checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model.train()
+
+
+def _attention(size: str) -> str:
+    """What transformers calls the attention of this size."""
+    if not size.endswith(CAUSAL):
+        return "sdpa"
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)  # nobody makes masks for this name
+    return "sdpa_causal"
 
 
 def drawn_by_name(model: nn.Module, device: torch.device) -> Callable[[str], torch.Tensor]:

@@ -177,6 +177,25 @@ def test_the_model_is_that_of_transformers() -> None:
     assert not buffers
 
 
+def test_causal_attention_gets_no_mask_where_the_whole_model_is_traced() -> None:
+    """The weights and the loss are those of the same size without `-causal`."""
+    losses, calls = dict[str, torch.Tensor](), dict[str, list[tuple[bool, bool]]]()
+    for size in ("tiny", f"tiny{llama.CAUSAL}"):
+        of_size = calls.setdefault(size, [])
+
+        def look(graph: torch.fx.GraphModule, _: Any, of_size: list[tuple[bool, bool]] = of_size) -> torch.fx.GraphModule:
+            attentions = graph.graph.find_nodes(op="call_function", target=torch.nn.functional.scaled_dot_product_attention)
+            of_size.extend((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]) for node in attentions)
+            return graph
+
+        model = llama.build(size, 32, torch.device("cpu"), torch.float32)
+        torch.compiler.reset()
+        losses[size] = torch.compile(model, backend=look)(**next(llama.batches(size, 2, 32, torch.device("cpu")))).loss.detach()
+    assert calls["tiny-causal"] == [(True, True)] * 2
+    assert len(calls["tiny"]) == 2
+    torch.testing.assert_close(*losses.values())
+
+
 def test_the_weights_are_the_same_in_every_row() -> None:
     """Two builds have equal bits, and the tokens are the same too."""
     first, second = (llama.build("tiny", 32, torch.device("cpu")) for _ in range(2))
