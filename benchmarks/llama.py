@@ -79,7 +79,7 @@ def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = t
     except ImportError as error:
         raise CannotRun(f"the models come from transformers, which cannot be imported ({error}): pip install transformers") from error
     config = LlamaConfig(**shape_of(size), max_position_embeddings=sequence, tie_word_embeddings=False, use_cache=False,
-                         attn_implementation=_attention(size))
+                         attn_implementation=attention(size))
     with torch.device("meta"):
         model: nn.Module = LlamaForCausalLM(config)
     model.to(dtype)
@@ -94,8 +94,8 @@ def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = t
     return model.train()
 
 
-def _attention(size: str) -> str:
-    """What transformers calls the attention of this size."""
+def attention(size: str) -> str:
+    """The name by which transformers has the attention of this size."""
     if not size.endswith(CAUSAL):
         return "sdpa"
     from transformers import AttentionInterface

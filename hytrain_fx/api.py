@@ -13,6 +13,7 @@ from typing import Any, Literal, Never, TypeVar
 import torch
 from torch import nn
 
+from hytrain_fx.capture.attention_masks import masks_in_words
 from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.capture.parallel_wrappers import as_stage
 from hytrain_fx.capture.units import unit_of_rows
@@ -27,7 +28,7 @@ from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.recording import Recording
 from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, lane_spans
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import Plan
+from hytrain_fx.ir.plan import Plan, renumbered
 from hytrain_fx.loading.loaded import loaded
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.call_gate import find_session, put_gate
@@ -217,7 +218,7 @@ def _explanation(session: Session) -> Explanation:
     planning, device, guesses = session.planning, session.table.device, session.engine.guess_counts()
     cuda = device.type == "cuda"
     return Explanation(
-        plan=planning.plan,
+        plan=renumbered(planning.plan, planning.units()),  # it may count units in another order, before any forward has run
         history=tuple(planning.history),
         profile=planning.profile, discipline=planning.discipline, measured=_measured(session),
         memory=session.resources.in_use(guesses.shadow_bytes),
@@ -230,7 +231,7 @@ def _explanation(session: Session) -> Explanation:
         spent_us=_spent_us(session),
         optimizer=session.update.notes, guesses=guesses,
         copies=session.copies.in_words(), streamed=session.eager.streamed.in_words(), weights_choice=choice_of(session.config),
-        nonfinite=session.finite_steps.in_words(session.steps_done),
+        nonfinite=session.finite_steps.in_words(session.steps_done), attention=masks_in_words(session.capture.graphs),
         outside=(*_outside(session), *share_in_words(session)), troubles=planning.aside.troubles,
         early=session.engine.early_counts(), early_tried=session.foresight.tried,
         stream=session.config.stream, launch_queue=length_asked_for() if cuda else None,

@@ -33,6 +33,7 @@ import torch
 from torch import fx, nn
 
 from hytrain_fx.capture import dataflow
+from hytrain_fx.capture.attention_masks import masks_of_positions
 from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind
 from hytrain_fx.capture.casts import InputCopies, with_copies
 from hytrain_fx.capture.dataflow import node_flops
@@ -192,11 +193,12 @@ class Capture(Generic[R]):
         if kind is not GraphKind.BACKWARD:
             pair.saved_views = _saved_views(graph)
             self._used.update(dict.fromkeys(first_use_order(graph, self._unit_of)))
-        flops, started = unit_flops(graph, self._unit_of), time.perf_counter()
+        flops, masks = unit_flops(graph, self._unit_of), masks_of_positions(module.graph) if kind is GraphKind.FORWARD else 0
+        started = time.perf_counter()
         result = self._rewrite(graph)
         seconds = time.perf_counter() - started
         rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
-        self.graphs.append(CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, result, seconds))
+        self.graphs.append(CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, masks, result, seconds))
         return graph
 
     def _captured_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:

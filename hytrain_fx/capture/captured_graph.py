@@ -68,7 +68,10 @@ class CapturedGraph:
 
 @dataclass(frozen=True)
 class CompiledGraph(Generic[R]):
-    """What is kept of a captured graph: its place, each unit's FLOPs, and the rewrite's result."""
+    """What is kept of a captured graph: its place, each unit's FLOPs, and the rewrite's result.
+
+    masks_of_positions   attention calls whose mask no input of the graph has a part in
+    """
 
     index: int
     pair: int
@@ -77,5 +80,6 @@ class CompiledGraph(Generic[R]):
     grad_rows: tuple[int, ...]
     kept_grads: Mapping[int, str]
     unit_flops: Mapping[int, float]
+    masks_of_positions: int
     rewrite: R
     rewrite_seconds: float

@@ -59,6 +59,22 @@ def test_before_a_step_it_shows_the_plan_in_force_and_no_figures() -> None:
     assert {unit["reason"] for unit in raw["units"]} == {"k=2 was given"}
 
 
+def test_a_plan_made_before_any_forward_is_told_in_the_forwards_order() -> None:
+    """Units of this module tree are used in the other order. All parts of the page can be told."""
+    net = nn.ModuleDict({name: nn.Linear(8, 8 if name == "first" else 4) for name in ("last", "first")})
+    net.forward = lambda x: net["last"](net["first"](x).relu())
+    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters()), warmup_steps=WARMUP)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    found = hytrain_fx.explain(model)
+    hytrain_fx.close(model)
+    assert found.profile is None
+    assert [unit.name for unit in found.units] == ["first", "last"]
+    assert [(row.unit, row.unit_name, row.numel) for row in found.plan.rows] == [(0, "first", 72), (1, "last", 36)]
+    assert "could not be told" not in found.details()
+    assert [unit["name"] for unit in json.loads(found.to_json())["units"]] == ["first", "last"]
+
+
 def test_after_the_warm_up_predicted_stands_beside_measured() -> None:
     """After the warm-up, `explain` agrees with the session.
 

@@ -55,7 +55,7 @@ def notes(e: Explained) -> list[str]:
         named.setdefault(why, []).append(name)
     slower = [f"updated without overlap: {shortened(names)}: {why}" for why, names in named.items()]
     weights = [str(said) for said in (e.weights_choice, e.copies, e.streamed) if said]
-    said = [e.nonfinite] if e.nonfinite else []
+    said = [text for text in (e.nonfinite, e.attention) if text]
     return [*e.troubles, *e.outside, *said, *slower, *weights, *e.optimizer, *e.plan.notes]
 
 

@@ -116,6 +116,7 @@ def _values(e: Explained, verdict: Verdict) -> dict[str, Any]:
         "weights_choice": {"place": e.weights_choice.place, **asdict(e.weights_choice)} if e.weights_choice else None,
         "nonfinite": e.nonfinite,
         "outside": e.outside,
+        "attention": e.attention,
         "troubles": e.troubles,
         "launch_queue": e.launch_queue,
         "steps_done": e.steps_done,
