@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import subprocess
 import sys
@@ -142,8 +143,9 @@ def test_sums_of_gradients_of_code_outside_the_graphs_are_refused(tmp_path: Path
 def test_the_example_ends_with_equal_weights() -> None:
     """As its text says, started by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "--steps", "5"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
-    assert run.returncode == 0, run.stderr
+    stacks = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # of all threads, where a signal ends a rank
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250, env=stacks)
+    assert run.returncode == 0, run.stdout + run.stderr
     assert "2 ranks: all ranks have the same weights" in run.stdout
 
 
