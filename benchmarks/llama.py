@@ -1,8 +1,9 @@
 """The models that are timed: Llama shapes from transformers, random weights, random tokens.
 
 Weights are made where they stay. A size that ends in `-causal` is the same model, but attention is
-told that it is causal. Else transformers makes a mask wherever torch.compile traces the whole
-model, and none where blocks are compiled one by one: attention with a mask takes much longer.
+told that it is causal. Otherwise transformers makes a mask where torch.compile traces the whole
+model (with use_cache=False), and none where blocks are compiled one by one: attention with a mask
+takes much longer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Masks that attention is given although they say nothing of the batch.
 
-A mask that is made in the graph, and of no tensor that the graph is given, depends on positions
-alone: it is causal, or a window. torch's kernels are told of a causal one by a flag, and are much
-faster so. transformers makes the mask all the same wherever torch.compile traces a whole model, for
-torch below 2.14.
+A mask that is made in the graph, of no tensor that the graph is given and of no random numbers,
+depends on positions alone, or on numbers of Python's: it is causal, or a window. torch's kernels
+are told of a causal one by a flag, and are much faster so. transformers makes the mask all the same
+where torch.compile traces a whole model with use_cache=False.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def masks_of_positions(graph: fx.Graph) -> int:
     of_inputs: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         given = node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
-        of_inputs[node] = given or any(of_inputs[of] for of in node.all_input_nodes)
+        of_inputs[node] = given or _is_random(node) or any(of_inputs[of] for of in node.all_input_nodes)
     return sum(not of_inputs[mask] for mask in masks)
 
 
@@ -37,6 +37,10 @@ def masks_in_words(graphs: Iterable[CompiledGraph[Any]]) -> str | None:
     return (f"attention gets a mask that depends on positions alone ({calls} calls in one forward graph). Where it is only causal, call "
             "scaled_dot_product_attention with is_causal=True and no mask: with one its kernel took 2.9 times as long on an H200 "
             "(docs/slow.md has what to write for transformers)")
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _attention_mask(node: fx.Node) -> fx.Node | None:

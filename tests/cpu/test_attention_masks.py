@@ -31,14 +31,14 @@ class Attention(nn.Module):
         causal = at[:, None] >= at
         masks: Mapping[str, torch.Tensor | None] = {
             "causal": causal, "window": causal & (at[:, None] - at < 3), "padding": causal & real[:, None, None], "trained": self.bias,
-            "none": None,
+            "random": torch.rand(8, 8) < 0.9, "none": None,
         }
         return scaled_dot_product_attention(query, key, value, attn_mask=masks[self.mask], is_causal=self.mask == "none").sum()
 
 
-@pytest.mark.parametrize(("mask", "calls"), [("causal", 1), ("window", 1), ("padding", 0), ("trained", 0), ("none", 0)])
+@pytest.mark.parametrize(("mask", "calls"), [("causal", 1), ("window", 1), ("padding", 0), ("random", 0), ("trained", 0), ("none", 0)])
 def test_a_mask_that_no_input_has_a_part_in_is_named(mask: str, calls: int) -> None:
-    """One of padding is made of the batch, and a bias is a weight: neither can be left out."""
+    """Padding is of the batch, a bias is a weight, a random one a dropout: none can be left out."""
     model = Attention(mask)
     model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()))
     model(torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.bool)).backward()

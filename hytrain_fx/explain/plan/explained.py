@@ -119,7 +119,7 @@ class Explained:
     nonfinite        how many steps were left out because gradients held NaN or infinities, in a
                      sentence
     outside          what ran outside captured graphs, and what that costs, in sentences
-    attention        a mask that attention may do without, in a sentence
+    attention        a mask that attention may not need, in a sentence
     troubles         errors in measuring and planning that training went on without
     launch_queue     what CUDA_SCALE_LAUNCH_QUEUES says, None where the GPU's queue of launches has
                      its usual length
