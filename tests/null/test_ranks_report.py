@@ -119,7 +119,10 @@ def test_the_calculated_rows_of_the_page() -> None:
 
 
 def test_the_measured_rows_of_the_page() -> None:
-    """Beside what was measured is what is calculated, with the H200's rate and the floor's."""
+    """What is calculated stands there, with the H200's rate and the floor's.
+
+    Steps measured with causal attention are within 4.5% of it, in its order.
+    """
     rows = rows_after("Beside it stands")
     found: dict[str, list[str]] = {name: [] for name in rows}
     for made in (on_two_gpus(), on_two_gpus(0.333)):
@@ -129,7 +132,11 @@ def test_the_measured_rows_of_the_page() -> None:
         for name, cells in found.items():
             cells.append(f"{step_s[name]:.3f}")
     assert len(rows) == 7
-    assert {name: cells[1:] for name, cells in rows.items()} == found
+    assert {name: cells[1:3] for name, cells in rows.items()} == found
+    causal = {name: (float(cells[3]), float(cells[1])) for name, cells in rows.items() if cells[3] != "-"}
+    assert len(causal) == 4
+    assert all(abs(measured / calculated - 1) <= 0.045 for measured, calculated in causal.values())
+    assert sorted(causal, key=lambda name: causal[name][0]) == sorted(causal, key=lambda name: causal[name][1])
 
 
 # ---- What a rank keeps and moves ----

@@ -51,7 +51,7 @@ class Explanation(Explained):
         verdict            the figures of the first lines (`Verdict`), and `lines`
         plan, history      the plan in force; all so far, oldest first
         device, engine     names, where the engine's library comes from, and the CPU workers
-        optimizer, copies, streamed, nonfinite, outside, troubles, launch_queue    notes
+        optimizer, copies, streamed, nonfinite, attention, outside, troubles, launch_queue    notes
         weights_choice     where weights="auto" has weights rest, and the bytes that say so
         planning           what planning does now, since which step, and why
         steps_done         steps so far
