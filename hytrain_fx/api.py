@@ -28,7 +28,7 @@ from hytrain_fx.explain.timeline.launching import launch_spans, step_launches
 from hytrain_fx.explain.timeline.recording import Recording
 from hytrain_fx.explain.timeline.timeline import Timeline, device_spans, from_records, from_schedule, lane_spans
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import Plan, renumbered
+from hytrain_fx.ir.plan import Plan
 from hytrain_fx.loading.loaded import loaded
 from hytrain_fx.runtime.launch_queue import length_asked_for
 from hytrain_fx.session.call_gate import find_session, put_gate
@@ -218,13 +218,12 @@ def _explanation(session: Session) -> Explanation:
     planning, device, guesses = session.planning, session.table.device, session.engine.guess_counts()
     cuda = device.type == "cuda"
     return Explanation(
-        plan=renumbered(planning.plan, planning.units()),  # it may count units in another order, before any forward has run
+        plan=planning.plan,
         history=tuple(planning.history),
         profile=planning.profile, discipline=planning.discipline, measured=_measured(session),
         memory=session.resources.in_use(guesses.shadow_bytes),
         startup=session.startup,
-        engine=session.engine.name, library=session.engine.library_origin, workers=session.engine.workers,
-        steps_done=session.steps_done,
+        engine=session.engine.name, library=session.engine.library_origin, workers=session.engine.workers, steps_done=session.steps_done,
         device=torch.cuda.get_device_name(device) if cuda else THE_CPU,
         node_runs=dict(session.nodes.runs),
         not_offloaded={session.table.names[row]: why for row, why in sorted(_not_offloaded(session).items())},
@@ -235,8 +234,7 @@ def _explanation(session: Session) -> Explanation:
         outside=(*_outside(session), *share_in_words(session)), troubles=planning.aside.troubles,
         early=session.engine.early_counts(), early_tried=session.foresight.tried,
         stream=session.config.stream, launch_queue=length_asked_for() if cuda else None,
-        planning=planning.controller.standing,
-        units=session.planning.units(), kept_bytes=session.graphs.kept_bytes,
+        planning=planning.controller.standing, units=planning.units(), kept_bytes=session.graphs.kept_bytes,
     )
 
 

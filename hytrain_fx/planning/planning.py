@@ -25,7 +25,7 @@ from hytrain_fx.cost_model.planner import GUARD
 from hytrain_fx.cost_model.replan import Verdict, judge, planning_guard, repays
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import time_text
-from hytrain_fx.ir.plan import PlacedPiece, Plan
+from hytrain_fx.ir.plan import PlacedPiece, Plan, renumbered
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.agreed_trials import Agreed, AgreedTrials, Told, to_tell
 from hytrain_fx.planning.aside import Aside, Delay
@@ -139,6 +139,13 @@ class Planning:
         self.history.append(first_plan(self._config, self.units, self._sizes, self._engine,
                                        device_bytes=total_bytes(self._table.device), streams=self.solver.may_stream))
         return self.units.pieces_of(self.plan)
+
+    def renumber(self) -> None:
+        """Have all plans count units in the order that forwards have shown by now."""
+        units = self.units()
+        self.history = [renumbered(plan, units) for plan in self.history]
+        if self._due is not None and self._due.plan is not None:
+            self._due = replace(self._due, plan=renumbered(self._due.plan, units))
 
     # ---- after a step ----
 

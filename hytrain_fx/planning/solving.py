@@ -18,7 +18,7 @@ from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
 from hytrain_fx.cost_model.planner import plan as solve
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.limits import HALF_BYTES
-from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan, PlanRow, renumbered
+from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.first_plan import fixed_plan, given_share
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
@@ -73,7 +73,7 @@ class Solver:
         if profile is None:
             return fixed_plan(self._config, self._units())
         if self._config.plan is not None:
-            return self.renewed(profile, renumbered(in_force, self._units()), discipline)
+            return self.renewed(profile, in_force, discipline)
         share = given_share(self._config)
         made = solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
         return self._looking_ahead(profile, made, discipline)

@@ -64,6 +64,7 @@ class SessionGraphs:
     copies     whose 16-bit weights the graphs may read, None where they never do
     streamed   weights that rest on the host
     noticed    entered around each compiled backward: told that memory runs out
+    numbered   called after units have been given their places in the forward's order
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class SessionGraphs:
         plain: Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]],
         reads: EagerReads,
         noticed: Callable[[], AbstractContextManager[None]],
+        numbered: Callable[[], None],
         phase: Callable[[Phase], AbstractContextManager[None]],
         copies: AutocastCopies | None,
         streamed: StreamedWeights,
@@ -91,6 +93,7 @@ class SessionGraphs:
         self._in_graph = reads.in_graph
         reads.on_first = weakly(self._read_eagerly)
         self._noticed = noticed
+        self._numbered = numbered
         self._passes = passes
         self._dump = None if dump is None else GraphDump(dump)
         self._destinations = GradDestinations(table.parameters)
@@ -153,6 +156,7 @@ class SessionGraphs:
                 self._nodes.unit_of[row] = index
                 if self._pieces.unit(row) != index:
                     self._pieces.set_unit(row, index)
+        self._numbered()
 
     def capture_anew(self, passes: Sequence[GraphPass]) -> None:
         """Have every graph captured again, and these passes run on it."""

@@ -121,8 +121,8 @@ class Session:
         copies = self.copies if self.engine.takes_copies and copied else None
         self.pressure = MemoryPressure(self.planning, self.resources, self.nodes, self.ranks)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
-                                    self.eager.reads, self.pressure.noticed, self._compiling, copies, self.eager.streamed,
-                                    self._passes, self.config.dump)
+                                    self.eager.reads, self.pressure.noticed, self.planning.renumber, self._compiling, copies,
+                                    self.eager.streamed, self._passes, self.config.dump)
         self.capture = self.planning.units.capture = self.graphs.capture
         self._all_rows = tuple(range(len(self.table)))
         self._install(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -59,15 +59,48 @@ def test_before_a_step_it_shows_the_plan_in_force_and_no_figures() -> None:
     assert {unit["reason"] for unit in raw["units"]} == {"k=2 was given"}
 
 
-def test_a_plan_made_before_any_forward_is_told_in_the_forwards_order() -> None:
-    """Units of this module tree are used in the other order. All parts of the page can be told."""
+def _used_in_other_order(k: int | Literal["auto"]) -> tuple[Any, Any]:
+    """A compiled model that uses its units in another order than its tree's, and its optimizer."""
     net = nn.ModuleDict({name: nn.Linear(8, 8 if name == "first" else 4) for name in ("last", "first")})
     net.forward = lambda x: net["last"](net["first"](x).relu())
-    model, optimizer = hytrain_fx.compile(net, torch.optim.AdamW(net.parameters()), warmup_steps=WARMUP)
+    return hytrain_fx.compile(net, torch.optim.AdamW(net.parameters()), warmup_steps=WARMUP, k=k)
+
+
+def test_a_first_move_that_fails_is_undone_where_the_order_was_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan in force was made in the module tree's order, and is true afterwards."""
+    model, optimizer = _used_in_other_order(k=1)
+    session = session_of(model)
+    move, moved_to = session.resources.move, []
+
+    def fails_at_first(wanted: Any) -> None:
+        move(wanted)
+        moved_to.append(wanted)
+        if len(moved_to) == 1:
+            raise torch.OutOfMemoryError("of this test")
+
+    monkeypatch.setattr(session.resources, "move", fails_at_first)
+    placed = [session.states.placed]
+    for _ in range(2):  # after the first step the first unit is known, and goes to the device before the second forward
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        placed.append(session.states.placed)
+    found = hytrain_fx.explain(model)
+    hytrain_fx.close(model)
+    assert any("of this test" in text for text in found.troubles)
+    assert moved_to[0] != placed[0]
+    assert placed == [placed[0]] * 3 == [moved_to[-1]] * 3
+    assert [row.unit_name for row in found.plan.rows if row.placement is Placement.GPU] == ["last"]
+
+
+def test_a_plan_made_before_any_forward_is_told_in_the_forwards_order() -> None:
+    """Also by its history and in `metrics`. All parts of the page can be told."""
+    model, optimizer = _used_in_other_order(k="auto")
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     found = hytrain_fx.explain(model)
+    assert hytrain_fx.metrics(model)["k_units"] == found.plan.k
     hytrain_fx.close(model)
+    assert found.history == (found.plan,)
     assert found.profile is None
     assert [unit.name for unit in found.units] == ["first", "last"]
     assert [(row.unit, row.unit_name, row.numel) for row in found.plan.rows] == [(0, "first", 72), (1, "last", 36)]
