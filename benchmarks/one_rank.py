@@ -32,6 +32,7 @@ from hytrain_fx.forecast.bench.memory import memory
 from hytrain_fx.forecast.bench.windows import CALM_STEPS, timed
 from hytrain_fx.runtime.energy import meter_of
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.session.startup_text import startup_line
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "host": {"gpu_states": 0.0}, "quarter": {"gpu_states": 0.25}, "solved": {}, "clipped": {"gpu_states": 0.0},
@@ -102,6 +103,8 @@ def run(row: RankRow, turn: Path | None, trace: Path | None) -> None:
     of_rank = itertools.islice(batches(row.size, row.batch, row.sequence, device, torch.bfloat16), rank, None, size)
     trainer.step(next(of_rank))
     trainer.finish()
+    if rank == 0 and row.name in OURS:
+        print(f"after the first step, {startup_line(session_of(model).startup)}", flush=True)
     _wait_for(turn)
     found = _bits(row, model, trainer, of_rank) if row.bits else _timed(row, trainer, of_rank, device)
     params = sum(parameter.numel() for parameter in trained(model))

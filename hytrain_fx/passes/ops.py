@@ -9,7 +9,7 @@
                backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()
                offload_and_step(Tensor[] grads, int session, int[] rows) -> Tensor
                                                                  the first four in one (`one_call`)
-               fetch(Tensor(a!)[] weights, int session, int[] rows) -> ()
+               fetch(Tensor(a!)[] weights, int session, Tensor[] after, int[] rows) -> ()
     forward    wait(Tensor(a!)[] weights, int session, int[] rows) -> ()
                let_go(Tensor[] readers, int session, int[] rows) -> ()
 
@@ -184,7 +184,7 @@ def _wait(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
     nodes.wait(rows)
 
 
-def _fetch(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
+def _fetch(weights: list[torch.Tensor], session: int, after: list[torch.Tensor], rows: list[int]) -> None:
     NODES.find(session).fetch(rows)
 
 
@@ -228,7 +228,7 @@ _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("release(Tensor[] readers, int session, int[] rows) -> ()", _release, _fake_nothing),
     ("backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()", _backward_end, _fake_nothing),
     ("wait(Tensor(a!)[] weights, int session, int[] rows) -> ()", _wait, _fake_nothing),
-    ("fetch(Tensor(a!)[] weights, int session, int[] rows) -> ()", _fetch, _fake_nothing),
+    ("fetch(Tensor(a!)[] weights, int session, Tensor[] after, int[] rows) -> ()", _fetch, _fake_nothing),
     ("let_go(Tensor[] readers, int session, int[] rows) -> ()", _let_go, _fake_nothing),
 )
 _LIBRARY = _define()  # the definitions live as long as this object

@@ -21,7 +21,7 @@ from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.errors import GraphInvariantError
 from hytrain_fx.passes import ops
 from hytrain_fx.passes.base import Fact, PassContext
-from hytrain_fx.passes.insert_fetches import NO_FORWARD_READERS, fetched_rows
+from hytrain_fx.passes.insert_fetches import NO_FORWARD_READERS, coming_before, fetched_rows
 from hytrain_fx.passes.insert_release import NO_READERS, released_rows
 from hytrain_fx.passes.node_notes import rows_of
 
@@ -199,7 +199,8 @@ def _first_of_users(target: Any) -> Callable[[Scene], Iterator[str]]:
     def complaints(scene: Scene) -> Iterator[str]:
         position = scene.order.position
         for node in scene.nodes(target):
-            for weight in node.all_input_nodes:
+            weights: Any = node.args[0]
+            for weight in weights:
                 for user in weight.users:
                     if user is not node and position[user] < position[node]:
                         yield f"{user.name} takes {weight.name} before {node.name}"
@@ -214,6 +215,13 @@ def _one_fetch(scene: Scene) -> Iterator[str]:
         expected = [holder for row in rows_of(node) for holder in scene.context.graph.holders(row)]
         if list(node.args[0]) != expected:  # type: ignore[arg-type]
             yield f"{node.name} writes {node.args[0]}, expected all that holds its rows, {expected}"
+
+
+def _fetched_in_order(scene: Scene) -> Iterator[str]:
+    for node, before in coming_before(scene.module.graph):
+        missing = [one.name for one in before if one not in node.all_input_nodes]
+        if missing:
+            yield f"{node.name} may be moved before {missing[0]}, which it does not take"
 
 
 def _let_go_once(scene: Scene) -> Iterator[str]:
@@ -248,6 +256,7 @@ RULES: tuple[Rule, ...] = (
 STREAMED_RULES: tuple[Rule, ...] = (
     Rule("one fetch for each weight that a backward reads", _BACKWARD, frozenset({Fact.FETCHES_INSERTED}), _one_fetch),
     Rule("a fetch comes before every reader", _BACKWARD, frozenset({Fact.FETCHES_INSERTED}), _first_of_users(ops.FETCH)),
+    Rule("fetches and gradients keep their order", _BACKWARD, frozenset({Fact.FETCHES_INSERTED}), _fetched_in_order),
     Rule("letting go needs every reader", _FORWARD, frozenset({Fact.LET_GO}), _after_readers(ops.LET_GO, NO_FORWARD_READERS)),
     Rule("each weight is let go of once", _FORWARD, frozenset({Fact.LET_GO}), _let_go_once),
 )

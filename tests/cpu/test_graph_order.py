@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 import hytrain_fx
+from benchmarks import llama
+from hytrain_fx.api import session_of
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.session.nodes import SessionNodes
 
@@ -19,37 +23,42 @@ pytestmark = pytest.mark.fused_kernels
 WIDTH, LAYERS, TOKENS = 128, 12, 8
 
 
-def train(**options: Any) -> tuple[list[int], int]:
+@contextmanager
+def recorded(*kinds: str) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """The calls of nodes of these kinds, in order: kind and rows."""
+    ran: list[tuple[str, tuple[int, ...]]] = []
+
+    def recording(kind: str, call: Callable[..., None]) -> Callable[..., None]:
+        def record_and_call(self: SessionNodes, rows: Sequence[int], *others: Any) -> None:
+            ran.append((kind, tuple(rows)))
+            call(self, rows, *others)
+
+        return record_and_call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in kinds:
+            patch.setattr(SessionNodes, kind, recording(kind, getattr(SessionNodes, kind)))
+        yield ran
+
+
+def train(marked: str = "fetch", **options: Any) -> tuple[list[int], int]:
     """Two steps of a model of few tokens.
 
-    Rows in the order in which the last backward's gradients left, -1 for each unit that it fetched.
-    And the bytes of the device's slots.
+    Rows in the order in which the last backward's gradients left, -1 for each node of the kind
+    `marked`. And the bytes of the device's slots.
     """
     torch._dynamo.reset()
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))).to(torch.bfloat16)
-    seen: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        fetch, offload = SessionNodes.fetch, SessionNodes.grad_offload
-
-        def seen_fetch(self: SessionNodes, rows: Sequence[int]) -> None:
-            seen.append(-1)
-            fetch(self, rows)
-
-        def seen_offload(self: SessionNodes, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-            seen.extend(rows)
-            offload(self, rows, grads)
-
-        patch.setattr(SessionNodes, "fetch", seen_fetch)
-        patch.setattr(SessionNodes, "grad_offload", seen_offload)
-        model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, weights="streamed", **options)
+    with recorded(marked, "grad_offload") as ran:
+        model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, **options)
         for _ in range(2):
-            seen.clear()
+            ran.clear()
             model(torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         slot_bytes = hytrain_fx.explain(model).memory.weight_slots_bytes
         hytrain_fx.close(model)
-    return seen, slot_bytes
+    return [row for kind, rows in ran for row in ([-1] if kind == marked else rows)], slot_bytes
 
 
 def test_gradients_leave_layer_by_layer() -> None:
@@ -58,7 +67,7 @@ def test_gradients_leave_layer_by_layer() -> None:
     Few tokens: a gradient of a weight is larger than all activations, so an order with less memory,
     as Inductor estimates it, makes all of them at the end.
     """
-    seen, slot_bytes = train()
+    seen, slot_bytes = train(weights="streamed")
     layers = [row // 2 for row in seen if row >= 0]
     assert layers == sorted(layers, reverse=True)
     assert set(layers) == set(range(LAYERS))
@@ -67,7 +76,29 @@ def test_gradients_leave_layer_by_layer() -> None:
     assert slot_bytes == (UNITS_AHEAD + 1) * 2 * WIDTH * WIDTH
 
 
+def test_a_layers_gradients_leave_before_the_next_weights_come() -> None:
+    """As the graph has it, also where activations are recomputed.
+
+    The layers of this Llama rotate by the same tables. So the compiler would make gradients of one
+    layer and activations of the next in one kernel, behind the next layer's weights.
+    """
+    torch._dynamo.reset()
+    on_cpu = torch.device("cpu")
+    model = llama.build("tiny", 16, on_cpu, checkpointing=True)
+    with recorded("fetch", "grad_offload") as ran:
+        model, _ = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, weights="streamed")
+        loss = model(**next(llama.batches("tiny", 1, 16, on_cpu))).loss
+        ran.clear()
+        loss.backward()
+    names = session_of(model).table.names
+    hytrain_fx.close(model)
+    layers = [(kind, found[0]) for kind, rows in ran if (found := re.findall(r"layers\.(\d)\.", names[rows[0]]))]
+    assert layers == [("fetch", "1"), ("grad_offload", "1"), ("fetch", "0"), ("grad_offload", "0")]
+
+
 def test_the_users_option_goes_before_ours() -> None:
-    """Who asks Inductor for its own order gets it."""
-    _, slot_bytes = train(options={"reorder_for_peak_memory": True})
-    assert slot_bytes == (LAYERS - 1) * 2 * WIDTH * WIDTH
+    """Who asks Inductor for its own order gets it: here all that reads weights comes last."""
+    ours, _ = train("release")
+    its, _ = train("release", options={"reorder_for_peak_memory": True})
+    assert -1 in ours[: 2 * LAYERS]
+    assert min(its[: 2 * LAYERS]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,17 @@ def forget_a_holder(graph: fx.Graph, captured: CapturedGraph) -> None:
     set_arg(fetch, 0, fetch.args[0][:-1])  # type: ignore[index]
 
 
+def forget_what_came_before(position: int) -> Break:
+    """The last fetch does not take one of what came before it; in its list that is there."""
+    def spoil(graph: fx.Graph, _: CapturedGraph) -> None:
+        fetch = find(graph, ops.FETCH, -1)
+        before: Any = fetch.args[2]
+        assert len(before) > 1
+        set_arg(fetch, 2, [one for one in before if one is not before[position]])
+
+    return spoil
+
+
 def let_go_of_a_norm(graph: fx.Graph, captured: CapturedGraph) -> None:
     """A weight with a pointwise reader is let go of as if its reader stood alone."""
     let_go = find(graph, ops.LET_GO)
@@ -145,6 +157,8 @@ STREAMED_BACKWARD_BREAKS: dict[str, tuple[str, Break]] = {
     "a fetch is doubled": ("one fetch for each weight that a backward reads", lambda g, c: duplicate(g, find(g, ops.FETCH))),
     "a fetch forgets a placeholder": ("one fetch for each weight that a backward reads", forget_a_holder),
     "a fetch comes late": ("a fetch comes before every reader", fetch_late),
+    "a fetch may overtake another": ("fetches and gradients keep their order", forget_what_came_before(0)),
+    "a fetch may overtake gradients": ("fetches and gradients keep their order", forget_what_came_before(-1)),
     "a fetch has another session": ("one session", lambda g, c: set_arg(find(g, ops.FETCH), 1, 5)),
 }
 STREAMED_FORWARD_BREAKS: dict[str, tuple[str, Break]] = {
