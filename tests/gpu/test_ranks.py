@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.__main__ import main
+
 from ..cpu import owner_loops, rank_loops, shard_loops, sharded_loops
 from ..cpu.loops import assert_same
 from ..cpu.rank_loops import LOOPS, ONE_GPU, require_bits_by_hand, started
@@ -71,6 +73,17 @@ def test_sharded_weights_have_the_bits_of_resident_ones(tmp_path: Path) -> None:
     require_resident_bits(of_ranks, "losses")
     loops = ("plain", "edited", "weights_used", "broken", "partly_eager")
     require_resident_bits(started(partial(sharded_loops.loops_of_shards, loops), 2, tmp_path, backend="nccl"))
+
+
+@two_gpus
+def test_sharded_weights_of_a_model_that_recomputes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The compiler likes to fuse kernels of two of a Llama's layers. The bits are those by hand."""
+    rows = [f"{row} 125m --batch 1 --sequence 128 --bits 3 --checkpointing" for row in ("by_hand", "sharded", "sharded --option k=3")]
+    asked = tmp_path / "asked.rows"
+    asked.write_text("\n".join(rows))
+    assert main(["ranks", "--gpus", "2", "--file", str(asked), "--together", "3", "--out", str(tmp_path / "ranks.json")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("its bits") == 3, printed
 
 
 @two_gpus

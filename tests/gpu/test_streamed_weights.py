@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 import hytrain_fx
+from benchmarks import llama
 from hytrain_fx.api import session_of
 from hytrain_fx.config import Weights
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.session.weights_choice import choice_of, with_weights_chosen
 from hytrain_fx.weights.fetched_units import NAN_VARIABLE
 
+from ..cpu.test_graph_order import recorded, require_layers_in_turn
 from .feed_forward import ADAMW, STEPS, batches, build, deterministic, loss_of
 
 __all__ = ["deterministic"]  # the fixture, for this file too
@@ -65,6 +67,32 @@ def test_streamed_weights_have_the_bits_of_resident_ones(options: dict[str, Any]
     found_losses, found = run("streamed", **options)
     assert found_losses == losses
     assert all(map(torch.equal, found, expected))
+
+
+def run_llama(weights: Weights) -> list[torch.Tensor]:
+    """Weights after a few steps of a model that recomputes activations."""
+    torch._dynamo.reset()
+    on_gpu = torch.device("cuda")
+    model: Any = llama.build("125m", 128, on_gpu, checkpointing=True)
+    data = llama.batches("125m", 1, 128, on_gpu)
+    with recorded("fetch", "grad_offload") as ran:
+        model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), weights=weights, k=0, stream=0.0)
+        for _ in range(STEPS):
+            loss = model(**next(data)).loss
+            ran.clear()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if weights == "streamed":
+        require_layers_in_turn(ran, session_of(model).table.names, 12)
+    hytrain_fx.close(model)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_layers_that_recompute_have_the_bits_of_resident_weights() -> None:
+    """Each layer's weights come once the gradients of the layer behind it have left."""
+    resident = run_llama("resident")
+    assert all(map(torch.equal, run_llama("streamed"), resident))
 
 
 WIDTH, LAYERS = 1024, 16
