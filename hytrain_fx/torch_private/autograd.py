@@ -62,7 +62,7 @@ def running_backward() -> int:
 
 def running_node() -> Node:
     """The node that the backward on this thread runs."""
-    return cast(Node, private_name("torch._C", "_current_autograd_node")())
+    return _current_node()()
 
 
 def compiled_node(results: Iterable[Any]) -> Node | None:
@@ -120,6 +120,11 @@ def _save_hooks() -> Callable[[bool], tuple[Callable[..., Any], Callable[..., An
 @cache  # every compiled backward asks for it
 def _will_run() -> Callable[[Node], bool]:
     return cast(Callable[[Node], bool], private_name("torch._C", "_will_engine_execute_node"))
+
+
+@cache  # every compiled backward asks for it
+def _current_node() -> Callable[[], Node]:
+    return cast(Callable[[], Node], private_name("torch._C", "_current_autograd_node"))
 
 
 @cache  # every inserted node asks for it
