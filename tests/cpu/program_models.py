@@ -20,6 +20,7 @@ from torch import distributed, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 
 import hytrain_fx
 from hytrain_fx.api import session_of
@@ -105,6 +106,17 @@ class Disabled(nn.Module):
         return x + self.linear(x)  # type: ignore[no-any-return]
 
 
+class Recomputed(nn.Module):
+    """A layer whose activations the backward computes again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = GptBlock(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 UNITS: dict[str, Callable[[int], nn.Module]] = {  # by width
     "linear": lambda width: nn.Linear(width, width),
     "norm": nn.LayerNorm,
@@ -114,6 +126,7 @@ UNITS: dict[str, Callable[[int], nn.Module]] = {  # by width
     "shared": lambda width: nn.Linear(width, width),  # one layer, at each of its places
     "break": Broken,
     "disabled": Disabled,
+    "recomputed": Recomputed,
 }
 
 

@@ -387,6 +387,29 @@ def test_checkpoints_are_those_of_fp32_training() -> None:
             assert_same(entry, expected)
 
 
+def test_weights_that_are_loaded_after_a_checkpoint_count() -> None:
+    """Also where another thread has read weights, so that fp32 memory stays and is not watched."""
+    model, optimizer, batches = start(k=0)
+    train = steps(BETWEEN["nothing"], count=2)
+    train(model, optimizer, batches)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    reader = threading.Thread(target=lambda: float(model.up.weight.detach().sum()))
+    reader.start()
+    reader.join()
+    train(model, optimizer, batches)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    best = {name: 2 * value for name, value in saved[0].items()}
+    model.load_state_dict(best)
+    optimizer.step()
+    assert_same(weights(model), best)
+    with torch.no_grad(), cast():
+        found = model(*batches[0])  # from the copies
+    hytrain_fx.close(model)
+    with torch.no_grad(), cast():
+        assert torch.allclose(found, model(*batches[0]), rtol=1e-3)
+
+
 def test_parameters_have_their_memory_when_training_is_over() -> None:
     """After close(), in a copy, or without its model, a parameter has the last update's weight."""
     for end in ("close", "drop"):

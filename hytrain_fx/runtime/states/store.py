@@ -99,8 +99,6 @@ class StateStore(PlacedStates):
             copy_states(values.part(piece.begin, piece.end), states, weight.device)
             if weight.dtype != torch.float32 and self._weights_follow:
                 weight.copy_(states.master)
-            if row in self.copies and not self.placement[row].rests_on_device:
-                self.copies.updated([row])
         if parameter in self.streamed and self._weights_follow:
             self.show_weight(parameter)
 
