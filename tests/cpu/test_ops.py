@@ -67,7 +67,7 @@ def test_schemas_are_those_of_the_design() -> None:
         "release(Tensor[] readers, int session, int[] rows) -> ()",
         "backward_end(Tensor[] deps, int session, int graph, int[] rows) -> ()",
         "wait(Tensor(a!)[] weights, int session, int[] rows) -> ()",
-        "fetch(Tensor(a!)[] weights, int session, int[] rows) -> ()",
+        "fetch(Tensor(a!)[] weights, int session, Tensor[] after, int[] rows) -> ()",
         "let_go(Tensor[] readers, int session, int[] rows) -> ()",
     }
 
@@ -98,7 +98,7 @@ def test_operators_call_the_nodes_of_their_session(session: tuple[int, Calls]) -
     ops.RELEASE([torch.ones(1)], number, [7])
     ops.BACKWARD_END([token], number, 3, [8])
     ops.WAIT([torch.ones(2)], number, [9])
-    ops.FETCH([torch.ones(2), torch.ones(3)], number, [9])
+    ops.FETCH([torch.ones(2), torch.ones(3)], number, [token], [9])
     ops.LET_GO([torch.ones(1)], number, [9])
     assert token.numel() == 0
     assert calls.seen == [
@@ -123,8 +123,9 @@ def test_fake_and_real_operators_agree(session: tuple[int, Calls]) -> None:
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.GRAD_OFFLOAD, ([torch.ones(2, 3)], number, [0]), test_utils=utils)
     torch.library.opcheck(ops.CPU_STEP, (torch.ones(0), number, [0]), test_utils=utils)
-    for op in (ops.WAIT, ops.FETCH):
-        torch.library.opcheck(op, ([torch.ones(2)], number, [0]), test_utils=("test_faketensor",))
+    weights = [torch.ones(2)]
+    torch.library.opcheck(ops.WAIT, (weights, number, [0]), test_utils=("test_faketensor",))
+    torch.library.opcheck(ops.FETCH, (weights, number, [torch.ones(0)], [0]), test_utils=("test_faketensor",))
 
 
 def test_sessions_count_from_zero() -> None:
