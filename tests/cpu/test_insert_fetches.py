@@ -22,7 +22,10 @@ from tests.cpu.pass_contexts import SESSION, apply, calls, context
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", models.CASES)
 def test_a_backward_fetches_what_it_reads_before_it_reads_it(name: str) -> None:
-    """One fetch for each unit names every placeholder of its weights; all else comes after it."""
+    """One fetch for each unit names every placeholder of its weights; all else comes after it.
+
+    It takes the first weight of the fetch before it, and the gradients' tokens in between.
+    """
     ctx = context(GraphKind.BACKWARD, name)
     read = {row for row in ctx.graph.held_rows if dataflow.readers(ctx.graph.holders(row), NO_READERS)}
     apply(ctx, annotate_units, insert_grad_offload, insert_release, insert_fetches)
@@ -34,9 +37,13 @@ def test_a_backward_fetches_what_it_reads_before_it_reads_it(name: str) -> None:
     nodes = [node for node in ctx.graph.module.graph.nodes if node.target in (FETCH, GRAD_OFFLOAD)]
     before = [number - place for place, number in enumerate(n for n, node in enumerate(nodes) if node.target is FETCH)]
     assert [gradients for _, gradients in found] == before
+    earlier = -1
     for node in fetches:
         holders = [holder for row in rows_of(node) for holder in ctx.graph.holders(row)]
-        assert (node.args[0], node.args[1], node.args[3]) == (holders, SESSION, list(rows_of(node)))
+        place = nodes.index(node)
+        taken = [*(ctx.graph.holders(rows_of(nodes[earlier])[0])[:1] if earlier >= 0 else ()), *nodes[earlier + 1 : place]]
+        assert node.args == (holders, SESSION, taken, list(rows_of(node)))
+        earlier = place
         assert all(node < user for holder in holders for user in holder.users if user is not node)
         assert set(node.next.all_input_nodes) & set(holders), "no earlier than needed"
 
