@@ -196,10 +196,11 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
     addend_part = total - product
-    error = (product - (total - addend_part)) + (addend - addend_part)
+    error = total - addend_part
+    error = torch.sub(product, error, out=error).add_(addend - addend_part)
     bits = total.view(torch.int64)
     away = (error > 0) == (total > 0)
-    inexact_even = (error != 0) & torch.isfinite(total) & ((bits & 1) == 0)
+    inexact_even = (error.abs_() > 0) & ((bits & 1) == 0)  # an infinite total has no error that is a number
     odd = bits + torch.where(away, 1, -1) * inexact_even
     return odd.view(torch.float64).float()
 
