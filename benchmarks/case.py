@@ -5,6 +5,7 @@ The same value is given as command line, key and JSON.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -28,6 +29,18 @@ class CannotRun(Exception):
 
     The message says what to do.
     """
+
+
+def require(package: str, module: str, who: str) -> Any:
+    """A module of a package that only `who` (a mode, the models) needs.
+
+    Raises CannotRun, with all that is known of why, where it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        found = f"{error}: {error.__cause__!r}" if error.__cause__ else f"{error}"
+        raise CannotRun(f"{who} needs {package}, which cannot be imported here ({found}): pip install {package}") from error
 
 
 @dataclass(frozen=True)

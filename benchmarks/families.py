@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks import plain_models
-from benchmarks.case import CannotRun
+from benchmarks.case import CannotRun, require
 
 Batch = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -95,11 +95,7 @@ def _of_transformers(name: str, task: str) -> Callable[[Config], nn.Module]:
     """Makes the model of a config, by the names of its classes without `Config` and with `task`."""
 
     def make(config: Config) -> nn.Module:
-        try:
-            import transformers
-        except ImportError as error:
-            raise CannotRun(f"the models come from transformers, which cannot be imported ({error}): pip install transformers") from error
-        of: Any = transformers
+        of = require("transformers", "transformers", "the model")
         model: nn.Module = getattr(of, name + task)(getattr(of, name + "Config")(**config))
         return model
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from benchmarks.case import CannotRun
+from benchmarks.case import CannotRun, require
 
 VOCABULARY = 32000
 SHAPES: dict[str, dict[str, int]] = {
@@ -75,14 +75,11 @@ def build(size: str, sequence: int, device: torch.device, dtype: torch.dtype = t
     them ever exists. `on_meta`: it stays without memory, for `drawn_by_name`. Raises CannotRun for
     an unknown size or where transformers is not installed.
     """
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        raise CannotRun(f"the models come from transformers, which cannot be imported ({error}): pip install transformers") from error
-    config = LlamaConfig(**shape_of(size), max_position_embeddings=sequence, tie_word_embeddings=False, use_cache=False,
-                         attn_implementation=attention(size))
+    of = require("transformers", "transformers", "the model")
+    config = of.LlamaConfig(**shape_of(size), max_position_embeddings=sequence, tie_word_embeddings=False, use_cache=False,
+                            attn_implementation=attention(size))
     with torch.device("meta"):
-        model: nn.Module = LlamaForCausalLM(config)
+        model: nn.Module = of.LlamaForCausalLM(config)
     model.to(dtype)
     if not on_meta:
         model.to_empty(device=device)

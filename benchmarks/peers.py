@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.case import CannotRun, Case
+from benchmarks.case import CannotRun, Case, require
 from benchmarks.models import Batch, blocks, loss_of, trained
-from benchmarks.trainer import backward_of, precision, require
+from benchmarks.trainer import backward_of, precision
 from hytrain_fx.forecast.bench.loops import ADAMW, Trainer, synchronize
 
 ONE_PROCESS = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -27,7 +28,7 @@ def zero_offload(case: Case, model: nn.Module, device: torch.device, stage: int 
     One process, or one of those that torchrun has started.
     """
     _be_a_rank()
-    deepspeed = require("deepspeed", "deepspeed", case.mode)
+    deepspeed = require("deepspeed", "deepspeed", f"mode {case.mode}")
     if device.type != "cuda":
         raise CannotRun(f"mode {case.mode} needs a CUDA device: without one DeepSpeed trains on the CPU, with nothing to offload")
     config = zero_offload_config(case, stage, weights_too)
@@ -89,7 +90,7 @@ def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch
     """
     if case.micro_batches != 1:
         raise CannotRun("torchao's CPUOffloadOptimizer with offloaded gradients does not accumulate; leave --micro-batches out")
-    optim = require("torchao", "torchao.optim", case.mode)
+    optim = require("torchao", "torchao.optim", f"mode {case.mode}")
     if device.type != "cuda":
         raise CannotRun("mode torchao needs a CUDA device: its optimizer copies on CUDA streams")
     for block in blocks(case.size, model):
@@ -104,7 +105,7 @@ def torchao(case: Case, model: nn.Module, device: torch.device) -> Trainer[Batch
         optimizer.zero_grad()
         return loss.detach()
 
-    return Trainer(step, synchronize, lambda: {"package": f"torchao {require('torchao', 'torchao', case.mode).__version__}"})
+    return Trainer(step, synchronize, lambda: {"package": f"torchao {version('torchao')}"})
 
 
 def fsdp2(case: Case, model: nn.Module, device: torch.device, offload: bool) -> Trainer[Batch]:

@@ -1,17 +1,15 @@
-"""What every mode has in common: precision, clipping, accumulation, packages that are needed."""
+"""What every mode has in common: precision, clipping, accumulation."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.case import NEVER_REACHED, CannotRun, Case
+from benchmarks.case import NEVER_REACHED, Case
 from benchmarks.models import Batch, loss_of
 
 Step = Callable[[Batch], torch.Tensor]
@@ -40,11 +38,3 @@ def backward_of(case: Case, model: nn.Module, device: torch.device) -> Step:
         return loss.detach()
 
     return backward
-
-
-def require(package: str, module: str, mode: str) -> Any:
-    """A module of a package that only one mode needs. Raises CannotRun if it cannot be imported."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise CannotRun(f"mode {mode} needs {package}, which cannot be imported here ({error}): pip install {package}") from error

@@ -44,7 +44,7 @@ def nan_slots() -> Iterator[None]:
 
 def config_of(tied: bool = False) -> Any:
     return transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         tie_word_embeddings=tied)
 
 
@@ -131,7 +131,7 @@ def test_a_llama_from_its_files_has_the_bits_of_one_that_was_loaded_whole(
     expected = loaded_whole(file, moments)
     found = train(on_meta(llama), weights=how, moments=moments, device="cpu", loader=hytrain_fx.from_safetensors(folders[file]))
     same(found, expected)
-    assert found["away"] == found["streamed"] == (23 if how == "streamed" else 0)
+    assert found["away"] == found["streamed"] == (16 if how == "streamed" else 0)
 
 
 def test_an_fp32_model_is_loaded_too(folders: dict[torch.dtype, Path]) -> None:
@@ -151,12 +151,18 @@ def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
     same(train(model, weights="streamed", device="cpu", loader=hytrain_fx.from_safetensors(tmp_path)), expected)
 
 
-@pytest.mark.parametrize("how", ["one", "index", "function"])
-def test_files_of_torch_and_functions(how: str, tmp_path: Path) -> None:
-    """A file of torch.save, several with an index, and a function that is asked once for each."""
+@pytest.fixture(scope="module")
+def made_whole() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The first weights of a model, and what the loop leaves of it."""
     torch.manual_seed(2)
     plain = llama()
-    values = weights(plain)
+    return weights(plain), train(plain)
+
+
+@pytest.mark.parametrize("how", ["one", "index", "function"])
+def test_files_of_torch_and_functions(how: str, made_whole: tuple[dict[str, torch.Tensor], dict[str, Any]], tmp_path: Path) -> None:
+    """A file of torch.save, several with an index, and a function that is asked once for each."""
+    values, expected = made_whole
     asked: list[str] = []
     loader: Any
     if how == "function":
@@ -174,7 +180,6 @@ def test_files_of_torch_and_functions(how: str, tmp_path: Path) -> None:
         listed = {name: file for file, of in parts.items() for name in of}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
         loader = hytrain_fx.from_torch(tmp_path)
-    expected = train(plain)
     same(train(on_meta(llama), weights="streamed", device="cpu", loader=loader), expected)
     assert how != "function" or sorted(asked) == sorted(values)
 
@@ -233,7 +238,7 @@ def test_checkpoints_go_on_from_a_loaded_model(folders: dict[torch.dtype, Path])
     steps(model, optimizer, 0)
     saved = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
     expected = steps(model, optimizer, 3)
-    assert "streamed weights: 23 of 30 rest on the host" in hytrain_fx.explain(model).details()
+    assert "streamed weights: 16 of 21 rest on the host" in hytrain_fx.explain(model).details()
     hytrain_fx.close(model)
     model, optimizer = compiled()
     model.load_state_dict(saved[0])
