@@ -200,6 +200,8 @@ def all_eager(run: Run) -> None:
 LOOPS: dict[str, Callable[[Run], None]] = {
     loop.__name__: loop for loop in (plain, clipped, accumulated, read, edited, not_dropped, weights_used, broken, partly_eager, all_eager)
 }
+IN_BOTH = [(name, dtype) for name in LOOPS for dtype in (torch.bfloat16, torch.float32)]
+IN_TURNS = IN_BOTH[::4] + IN_BOTH[3::4]  # each loop once, every second one in fp32
 
 
 def run_ours(rank: int, loop: Callable[[Run], None], dtype: torch.dtype, seed: int = 0, **options: Any) -> Found:
@@ -230,9 +232,8 @@ def run_by_hand(rank: int, size: int, loop: Callable[[Run], None], dtype: torch.
 # ---- what ranks do ----
 
 
-def every_loop(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
-    """Each loop by hand and with ours, in bf16 and fp32."""
-    kinds = [(name, dtype) for name in LOOPS for dtype in (torch.bfloat16, torch.float32)]
+def every_loop(kinds: Sequence[tuple[str, torch.dtype]], rank: int, size: int) -> dict[str, tuple[Found, ...]]:
+    """Each of these loops in its dtype by hand and with ours."""
     return {f"{name} {dtype}": (run_by_hand(rank, size, LOOPS[name], dtype), run_ours(rank, LOOPS[name], dtype))
             for name, dtype in kinds}
 

@@ -45,15 +45,25 @@ def test_a_row_is_compared_with_its_floor() -> None:
 
 
 @pytest.mark.sample(0)
-def test_two_ranks_make_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On CPUs; a second call finds it in the file."""
+def test_two_ranks_make_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CPUs. A row without its package says so, in the ranks' own line, not torchrun's after it.
+
+    A second call finds rows in the file.
+    """
     out = tmp_path / "ranks.json"
-    log = tmp_path / "ranks.fsdp2_tiny_1_x_16.log"
-    for times in range(2):
-        assert main([*LINE, "--rows", "fsdp2", "--out", str(out)]) == 0
-        assert "| fsdp2 | tiny, 1 x 16, 2 ranks | 0." in capsys.readouterr().out
-        assert (log.read_text() == "not run again") is (times == 1)
+    (tmp_path / "deepspeed.py").write_text('raise ImportError("not installed")')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main([*LINE, "--rows", "zero3_offload", "fsdp2", "floor", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "| zero3_offload | tiny, 1 x 16, 2 ranks | mode zero_offload needs deepspeed, which cannot be imported here" in printed
+    logs = [tmp_path / f"ranks.{of}_tiny_1_x_16.log" for of in ("fsdp2", "floor")]
+    for log in logs:
+        assert log.read_text()
         log.write_text("not run again")
+    assert main([*LINE, "--rows", "fsdp2", "floor", "--out", str(out)]) == 0
+    again = capsys.readouterr().out
+    assert all(f"| {of} | tiny, 1 x 16, 2 ranks | 0." in text for of in ("fsdp2", "floor") for text in (printed, again))
+    assert [log.read_text() for log in logs] == ["not run again"] * 2
     assert json.loads(out.read_text())["fsdp2 tiny, 1 x 16 on 2"]["window_steps"] == 1
 
 
@@ -123,24 +133,6 @@ def test_deepspeed_reads_what_a_row_asks_for(name: str) -> None:
     assert found.zero_config.offload_optimizer.device == "cpu"
     assert found.zero_config.offload_param is None
     assert (found.optimizer_name, found.train_micro_batch_size_per_gpu, found.gradient_clipping) == ("adamw", 3, 1.0)
-
-
-@pytest.mark.sample(0)
-def test_without_deepspeed_its_rows_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other rows are made; the ranks' own line is told, not torchrun's after it.
-
-    The floor is found in the file by a second call.
-    """
-    (tmp_path / "deepspeed.py").write_text('raise ImportError("not installed")')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert main([*LINE, "--rows", "zero3_offload", "floor", "--out", str(tmp_path / "ranks.json")]) == 0
-    printed = capsys.readouterr().out
-    assert "| zero3_offload | tiny, 1 x 16, 2 ranks | mode zero_offload needs deepspeed, which cannot be imported here" in printed
-    assert "| floor | tiny, 1 x 16, 2 ranks | 0." in printed
-    log = tmp_path / "ranks.floor_tiny_1_x_16.log"
-    log.write_text("not run again")
-    assert main([*LINE, "--rows", "floor", "--out", str(tmp_path / "ranks.json")]) == 0
-    assert log.read_text() == "not run again"
 
 
 def test_the_error_of_a_rank_is_told() -> None:

@@ -64,7 +64,7 @@ def test_tied_frozen_and_unused_weights_and_layers_computed_again(tmp_path: Path
 @pytest.mark.timeout(540)  # two ranks compile on the cores that there are, beside another test
 @pytest.mark.sample(0)
 def test_inductor_keeps_the_order_of_gathers_and_gradients(tmp_path: Path) -> None:
-    """Five layers, with its kernels and with a batch of another size."""
+    """Three layers, with its kernels and with a batch of another size."""
     require_resident_bits(started(sharded_loops.fused, 2, tmp_path, fused=True))
 
 

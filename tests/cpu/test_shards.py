@@ -15,14 +15,14 @@ from hytrain_fx.config import OnNonfinite
 from . import shard_loops
 from .loops import HYPER, assert_same
 from .rank_loops import require_bits_by_hand, started
-from .shard_loops import LOOPS
+from .shard_loops import IN_TURNS, LOOPS
 
 
 @pytest.mark.sample(0)
 def test_every_loop_has_the_bits_of_whole_gradients(tmp_path: Path) -> None:
     """Reads, edits, clips, sums: each rank's states move at every step, and one rank is slow."""
-    first, second = started(shard_loops.every_loop, 2, tmp_path)
-    assert len(first) == 2 * len(LOOPS), first
+    first, second = started(partial(shard_loops.every_loop, IN_TURNS), 2, tmp_path)
+    assert len(first) == len(LOOPS), first
     assert {found["shards"] for _, found in first.values()} == {6}
     require_bits_by_hand((first, second), "seen")
 

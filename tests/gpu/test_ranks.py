@@ -61,7 +61,7 @@ def test_the_example_ends_with_equal_weights() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_loop_has_the_bits_of_whole_gradients(backend: str, tmp_path: Path) -> None:
     """Reads, edits, clips, sums: each rank's states move at every step, and one rank is slow."""
-    first, second = started(shard_loops.every_loop, 2, tmp_path, backend=backend)
+    first, second = started(partial(shard_loops.every_loop, shard_loops.IN_BOTH), 2, tmp_path, backend=backend)
     assert len(first) == 2 * len(shard_loops.LOOPS), first
     require_bits_by_hand((first, second), "seen")
 
