@@ -142,9 +142,10 @@ def _timed(row: RankRow, trainer: Trainer[Batch], of_rank: Iterator[Batch], devi
         trainer.finish()
         distributed.barrier()
 
-    together = Trainer(trainer.step, finish, tries=_Unsettled(trainer))
+    unsettled = _Unsettled(trainer)
+    together = Trainer(trainer.step, finish, tries=unsettled)
     found = timed(together, of_rank, row.warmup, row.window, device, meter_of(device), row.batch * row.sequence)
-    return found | {"predicted_step_s": trainer.about().get("predicted_step_s")}
+    return found | {"plans_in_windows": trainer.plans() - unsettled.plans, "predicted_step_s": trainer.about().get("predicted_step_s")}
 
 
 def _bits(row: RankRow, model: nn.Module, trainer: Trainer[Batch], of_rank: Iterator[Batch]) -> dict[str, Any]:
@@ -181,22 +182,25 @@ class _Unsettled:
 
     Asked after each step. The ranks tell each other after every tenth, so that the steps between,
     which plans go by, are not held up.
+
+    plans   of this rank, when it was asked last
     """
 
     def __init__(self, trainer: Trainer[Batch]) -> None:
         self._trainer = trainer
         self._group = distributed.new_group(backend="gloo")
+        self.plans = trainer.plans()
         self._asked = 0
-        self._plans = 0
+        self._told_plans = 0
         self._any = True
 
     def __call__(self) -> bool:
         self._asked += 1
+        self.plans = self._trainer.plans()
         if self._asked % CALM_STEPS == 0:
-            plans = self._trainer.plans()
-            found = torch.tensor([plans != self._plans or self._trainer.tries()], dtype=torch.int64)
+            found = torch.tensor([self.plans != self._told_plans or self._trainer.tries()], dtype=torch.int64)
             distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
-            self._plans, self._any = plans, bool(found)
+            self._told_plans, self._any = self.plans, bool(found)
         return self._any
 
 

@@ -33,7 +33,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         asked = list(rows_in(arguments.file.read_text()))
     rows: dict[str, dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     _measure(asked, rows, arguments)
     print(ranks_markdown(rows))
 
@@ -119,16 +120,22 @@ def _row(name: str, size: str, arguments: argparse.Namespace) -> RankRow:
 
 
 def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The rows as Markdown. Ratios are between rows of one boot of one machine, size and batch."""
+    """The rows as Markdown. Ratios are between rows of one boot of one machine, size and batch.
+
+    Bits are compared with those of by_hand; where that has no row, with the first row of ours.
+    """
     lines = []
     for row in rows.values():
         if "error" in row:
             lines.append([row["row"], row["workload"], row["error"], *["-"] * 6])
             continue
         bits = "checksums" in row
-        first = _same_training(rows.values(), row, "by_hand" if bits else "floor")
+        first = _same_training(rows.values(), row, ("by_hand",) if bits else ("floor",))
         if bits:
-            compared = "-" if first is None else "its bits" if row["checksums"] == first["checksums"] else "**other bits**"
+            first = first or _same_training(rows.values(), row, OURS) or row  # by_hand has none of a model of which only shards fit
+            compared = "its bits" if first["row"] == "by_hand" else "-" if first is row else f"bits of {first['row']}"
+            if row["checksums"] != first["checksums"]:
+                compared = "**other bits**"
             spread = ""
         else:
             compared = "-" if first is None else f"{row['step_s'] / first['step_s']:.3f}"
@@ -143,8 +150,8 @@ def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(["\n".join(f"- {of}" for of in machines), table(head, lines)])
 
 
-def _same_training(rows: Iterable[Mapping[str, Any]], row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    return next((of for of in rows if "error" not in of and of["row"] == name
+def _same_training(rows: Iterable[Mapping[str, Any]], row: Mapping[str, Any], names: Container[str]) -> Mapping[str, Any] | None:
+    return next((of for of in rows if "error" not in of and of["row"].split()[0] in names
                  and (of["workload"], of["machine"]) == (row["workload"], row["machine"])), None)
 
 

@@ -5,6 +5,8 @@ The runtime's rules (weights/gather_order.py), played without times:
     once       each pass gathers each of its units once: nothing stays through the turn
     order      that of the graph's text, every unit as many places earlier as units come ahead; the
                gradients that the text has before go first
+    begin      none before all that is launched before its place has been computed, nor before its
+               slot is free
     forward    a unit that comes ahead was updated first: the thread that launches waits for that
     source     this rank's shard is on the device, or is fetched from the host before the gather
 """
@@ -22,8 +24,18 @@ _GATHER_OF = {fetch: gather for gather, fetch in FETCH_OF.items()}
 
 def gathers(profile: Profile, ahead: int) -> list[Fetch]:
     """The gathers of a step, from the begin of a backward to the end of the next forward."""
-    found = fetches(gathered_bytes(profile), ahead, stay=False)
-    return [Fetch(TaskId(_GATHER_OF[of.task.kind], of.task.unit), of.before, of.after) for of in found]
+    found, units = fetches(gathered_bytes(profile), ahead, stay=False), len(profile.units)
+    computed = [TaskId(TaskKind.BACKWARD, u) for u in reversed(range(units))] + [TaskId(TaskKind.FORWARD, u) for u in range(units)]
+    place_of = {task: place for place, task in enumerate(computed)}
+
+    def of_pass(own: Sequence[Fetch]) -> Iterator[Fetch]:
+        for place, of in enumerate(own):
+            launched = place_of[own[max(place - ahead, 0)].before] - 1
+            after = max(launched, -1 if of.after is None else place_of[of.after])
+            yield Fetch(TaskId(_GATHER_OF[of.task.kind], of.task.unit), of.before, computed[after] if after >= 0 else None)
+
+    passes = ([of for of in found if of.task.kind is kind] for kind in (TaskKind.FETCH_BACKWARD, TaskKind.FETCH_FORWARD))
+    return [of for own in passes for of in of_pass(own)]
 
 
 def own_shards(found: Sequence[Fetch], on_host: Container[int]) -> list[Fetch]:

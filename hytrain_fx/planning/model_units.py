@@ -17,8 +17,10 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS, UNITS_AHEAD
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement, Plan, pieces_of_unit, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import Unit
-from hytrain_fx.planning.weight_window import WeightWindow, with_fetches
+from hytrain_fx.planning.weight_window import WeightWindow, with_collectives, with_fetches
+from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
+from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.runtime.states.store import StateStore
 
 
@@ -33,10 +35,11 @@ class ModelUnits:
     capture: Capture[Any] | None = None
     window: WeightWindow | None = None
 
-    def __init__(self, table: ParameterTable, registered: Sequence[RegisteredUnit], states: StateStore) -> None:
+    def __init__(self, table: ParameterTable, registered: Sequence[RegisteredUnit], states: StateStore, ranks: Ranks | None) -> None:
         self._table = table
         self._registered = registered
         self._states = states
+        self._ranks = ranks
 
     def __call__(self) -> tuple[Unit, ...]:
         """Forward order once a forward graph is captured, order of registration before."""
@@ -66,23 +69,33 @@ class ModelUnits:
     def _of_parameters(self) -> dict[int, int]:
         return {parameter: unit.index for unit in self() for parameter in self.rows_of(unit)}
 
-    # ---- weights that rest on the host, or in shards ----
+    # ---- weights that rest on the host or in shards, and what ranks exchange ----
 
     @property
     def ahead(self) -> int:
         """Units whose weights are brought ahead of need."""
         return UNITS_AHEAD if self.window is None else self.window.ahead
 
-    def time_fetches(self, on: bool) -> None:
-        """Keep when units are brought, from now on, or not."""
-        if self.window is not None:
-            self.window.times.record(on)
+    @property
+    def _lane(self) -> LaneTimes | None:
+        return self._ranks.times if self._ranks is not None else None if self.window is None else self.window.times
 
-    def with_fetches(self, profile: Profile) -> Profile:
-        """The profile of the steps just measured, with the times of fetches."""
-        if self.window is None:
+    def time_lanes(self, on: bool) -> None:
+        """Keep when units are brought, and go from rank to rank, from now on, or not."""
+        if self._lane is not None:
+            self._lane.record(on)
+
+    def with_lane_times(self, profile: Profile) -> Profile:
+        """The profile of the steps just measured, with the times of fetches and collectives."""
+        if self._lane is None:
             return profile
-        return with_fetches(profile, self.window.times.take_reached(), self._of_parameters(), self._link_us_per_byte)
+        timed, unit_of = self._lane.take_reached(), self._of_parameters()
+        if self.window is not None:
+            profile = with_fetches(profile, timed, unit_of, self._link_us_per_byte)
+        # On a CPU a collective blocks the thread that computes, whose times have it already.
+        if self._ranks is not None and self._table.device.type == "cuda":
+            profile = with_collectives(profile, timed, unit_of, self._ranks.size)
+        return profile
 
     def _link_us_per_byte(self) -> float:
         return full_duplex_us_per_byte(self._table.device)[0]

@@ -76,7 +76,7 @@ class Planning:
         ranks: Ranks | None
     ) -> None:
         self._config, self._table, self._states, self._engine, self._marks = config, table, states, engine, marks
-        self.units = ModelUnits(table, registered, states)
+        self.units = ModelUnits(table, registered, states, ranks)
         self._sizes = StateSizes(table, states)
         self._moves = MoveCosts(self._sizes, states)
         self.solver = Solver(config, table.device, self.units, self._sizes, can_stream=engine.can_stream)
@@ -87,7 +87,7 @@ class Planning:
         self.verdict: Verdict | None = None
         self.read_us = self.solve_us = 0.0
         self.recording, self.held, self.captured_steps = False, 0, 0
-        self._reader = StepReader(engine, marks, self.units.time_fetches)
+        self._reader = StepReader(engine, marks, self.units.time_lanes)
         self._balancing, self._stream_trial, self._looks = Balancing(), StreamTrial(), Delay()
         self._agreed_trials = AgreedTrials(ranks.tell_number) if ranks else None
         self.last = FinishedStep()
@@ -324,7 +324,7 @@ class Planning:
                             self._engine.workers, device, is_stage=self._config.pipeline is not None)
         self._saw_streaming = streamed_share(self.plan) > 0.0
         probes = Probes(device_update_us_per_param, partial(stream_us_per_param, units, device))
-        profile = self.units.with_fetches(build_profile(measured, probes, self.profile, streams=self.solver.may_stream))
+        profile = self.units.with_lane_times(build_profile(measured, probes, self.profile, streams=self.solver.may_stream))
         self.guard = planning_guard(cpu_steps_us(measured))
         self._stream_trial.measured(profile, streaming=self._saw_streaming)
         return profile

@@ -70,10 +70,10 @@ class StepReader:
     Outside of that the engine keeps no records, which cost memory.
     """
 
-    def __init__(self, engine: Engine, marks: StepMarks, time_fetches: Callable[[bool], None]) -> None:
+    def __init__(self, engine: Engine, marks: StepMarks, time_lanes: Callable[[bool], None]) -> None:
         self._engine = engine
         self._marks = marks
-        self._time_fetches = time_fetches  # or not any more
+        self._time_lanes = time_lanes  # or not any more
         self._ends_us: list[float] = []
         self._records: list[TaskRecord] = []
         self._launching_us: list[float] = []
@@ -93,7 +93,7 @@ class StepReader:
         self._engine.take_records()  # of earlier steps
         self._marks.clear()
         self._engine.record(True)
-        self._time_fetches(True)
+        self._time_lanes(True)
         self._records, self._launching_us = [], []
         self._ends_us = [time.perf_counter() * 1e6]
 
@@ -107,7 +107,7 @@ class StepReader:
     def end(self) -> None:
         """No more steps; what was read stays until it is taken."""
         self._engine.record(False)
-        self._time_fetches(False)
+        self._time_lanes(False)
 
     def forget(self) -> None:
         """No more steps, and what was read is of no use."""

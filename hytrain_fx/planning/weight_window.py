@@ -1,13 +1,14 @@
 """Weights that rest on the host or in shards, as planning sees them: which, how long they take.
 
-The window itself, units in slots of the device, is in `weights/`.
+And how long all else takes that goes from rank to rank. The window itself, units in slots of the
+device, is in `weights/`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -62,6 +63,25 @@ def with_fetches(
         units = (replace(u, gather_us=u.gathered_bytes * min(rates[u.index], default=best)) for u in profile.units)
         profile = replace(profile, units=tuple(units))
     return profile
+
+
+def with_collectives(profile: Profile, timed: Collection[Timed], unit_of: Mapping[int, int], ranks: int) -> Profile:
+    """The profile with the times of every unit's collectives; none where none was timed.
+
+    Gradients are reduce-scattered, new weights that stay whole all-gathered: by the best rate of
+    the unit's own, as others have waits for slower ranks in them; else the best of all.
+
+        ranks    how many exchange them: each one's `grad_bytes` are a shard
+    """
+    def times_us(kind: TaskKind) -> Iterator[float]:
+        rates = _rates(timed, unit_of, (kind,))
+        best = min((min(own) for own in rates.values()), default=0.0)
+        return (ranks * u.grad_bytes * min(rates[u.index], default=best) for u in profile.units)
+
+    times = zip(profile.units, times_us(TaskKind.REDUCE_SCATTER), times_us(TaskKind.ALL_GATHER), strict=True)
+    units = (replace(u, reduce_scatter_us=reduced_us, all_gather_us=0.0 if u.gathered_params else gathered_us)
+             for u, reduced_us, gathered_us in times)
+    return replace(profile, units=tuple(units))
 
 
 def _rates(timed: Iterable[Timed], unit_of: Mapping[int, int], kinds: Container[TaskKind]) -> Mapping[int, list[float]]:

@@ -44,6 +44,16 @@ def test_a_row_is_compared_with_its_floor() -> None:
     assert "| host | 7b | 0.9000 | 0.0% | - |" in table
 
 
+def test_without_the_plain_loop_bits_are_those_of_the_first_row() -> None:
+    """A model of which only shards fit has no other. Another workload has bits of its own."""
+    bits = [("sharded", [1, 1], "30b"), ("sharded gpu_states=0.0", [1, 1], "30b"), ("sharded k=3", [1, 2], "30b"), ("host", [3, 3], "1b")]
+    table = ranks_markdown({name: row(name, 0.2, checksums=sums, workload=of) for name, sums, of in bits})
+    assert "| sharded | 30b | 0.2000 |  | - |" in table
+    assert "| sharded gpu_states=0.0 | 30b | 0.2000 |  | bits of sharded |" in table
+    assert "| sharded k=3 | 30b | 0.2000 |  | **other bits** |" in table
+    assert "| host | 1b | 0.2000 |  | - |" in table
+
+
 @pytest.mark.sample(0)
 def test_two_ranks_make_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On CPUs. A row without its package says so, in the ranks' own line, not torchrun's after it.

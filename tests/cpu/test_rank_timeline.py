@@ -37,12 +37,14 @@ class Recorded:
     nodes      of the backward, in order: the unit, and the shapes of its gradients
     gathered   the units with a matrix that steps update, in order, and the shapes of the matrices
     after      collectives kept after the block
+    measured   times of each unit's reduce-scatter and all-gather, in the profile of steps before it
     """
 
     recording: Recording | None
     nodes: Sequence[tuple[int, Shapes]]
     gathered: Sequence[tuple[int, Shapes]]
     after: int
+    measured: Sequence[tuple[float, float]]
 
 
 def recorded(rank: int, size: int) -> Recorded:
@@ -67,8 +69,10 @@ def recorded(rank: int, size: int) -> Recorded:
     matrices = [(unit.number, tuple(shapes[row] for row in unit.rows if row in trained and row in session.table.shards))
                 for unit in session.units]
     assert session.ranks is not None
+    assert session.planning.profile is not None
+    measured = [(unit.reduce_scatter_us, unit.all_gather_us) for unit in session.planning.profile.units]
     found = Recorded(recording, [(session.nodes.unit_of[call[0]], tuple(shapes[row] for row in call)) for call in calls],
-                     [(unit, of) for unit, of in matrices if of], len(session.ranks.times.take()))
+                     [(unit, of) for unit, of in matrices if of], len(session.ranks.times.take()), measured)
     hytrain_fx.close(model)
     return found
 
@@ -128,6 +132,7 @@ def test_recorded_steps_show_what_goes_from_rank_to_rank(tmp_path: Path, size: i
     for rank, found in enumerate(started(recorded, size, tmp_path)):
         assert isinstance(found, Recorded), found
         assert found.after == 0
+        assert set(found.measured) == {(0.0, 0.0)}  # on a CPU they are part of forward and backward
         assert (found.recording is None) == (rank == 2)
         if found.recording is None:
             continue

@@ -19,7 +19,7 @@ from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.task_graph import FETCHES, TaskKind
-from hytrain_fx.planning.weight_window import with_fetches
+from hytrain_fx.planning.weight_window import with_collectives, with_fetches
 from hytrain_fx.runtime.lane_times import Timed
 
 from .loops import Twins, plain_loop
@@ -175,6 +175,22 @@ def test_a_profile_takes_the_median_rate_of_a_units_copies(twins: Twins) -> None
     rates = [u.fetch_us / u.fetch_bytes for u in found.units[:3]]
     assert rates == pytest.approx([0.2, 0.4, 0.25])
     assert with_fetches(profile, [], unit_of, lambda: 3.0).units[0].fetch_us == 3.0 * profile.units[0].fetch_bytes
+
+
+def test_a_profile_takes_the_best_rate_of_a_units_collectives(twins: Twins) -> None:
+    """The others waited for slower ranks. Units without any take the best of all.
+
+    Weights in shards are gathered otherwise.
+    """
+    plain = replace(_profile(twins), commit_us=0.0)
+    profile = replace(plain, units=(replace(plain.units[0], gathered_params=8), *plain.units[1:]))
+    kinds = (TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER)
+    timed = [Timed(kind, row, 100, 0.0, us * part) for part, kind in enumerate(kinds, 1) for row, us in ((0, 10.0), (0, 30.0), (1, 40.0))]
+    found = with_collectives(profile, timed, {0: 0, 1: 1}, ranks=2)
+    assert [u.reduce_scatter_us / u.grad_bytes for u in found.units[:3]] == pytest.approx([0.2, 0.8, 0.2])
+    assert [u.all_gather_us / u.grad_bytes for u in found.units[:3]] == pytest.approx([0.0, 1.6, 0.4])
+    assert found.has_collectives
+    assert with_collectives(profile, [], {}, ranks=2) == profile
 
 
 def _profile(twins: Twins) -> Any:

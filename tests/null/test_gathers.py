@@ -110,14 +110,19 @@ def test_collectives_have_the_order_of_the_runtime(units: list[bool], ahead: int
     assert list(collective_order(profile, gathers(profile, ahead), ahead)) == expected
 
 
-@given(n=st.integers(1, 8), gather=st.integers(1, 60).map(float))
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=8), gather=st.integers(1, 60).map(float))
 @settings(deadline=None)
-def test_none_ahead_exposes_all(n: int, gather: float) -> None:
-    """Each pass gathers each unit, and with one slot none while the unit before it computes."""
-    profile = without_updates(n, gather)
+def test_none_ahead_exposes_all(sizes: list[int], gather: float) -> None:
+    """Each pass gathers each unit, and none while the unit before it computes.
+
+    Not even into a slot of another size, which is free: the gather comes to its lane with its unit.
+    """
+    plain = without_updates(len(sizes), gather)
+    profile = replace(plain, units=tuple(replace(u, gathered_params=size * u.gathered_params)
+                                         for u, size in zip(plain.units, sizes, strict=True)))
     s = played(profile, 0)
-    assert exposed_fetch_us(s) == pytest.approx(2 * n * gather)
-    assert s.makespan_us == pytest.approx(profile.compute_us + 2 * n * gather)
+    assert exposed_fetch_us(s) == pytest.approx(2 * len(sizes) * gather)
+    assert s.makespan_us == pytest.approx(profile.compute_us + 2 * len(sizes) * gather)
 
 
 @given(n=st.integers(1, 8), gather=st.floats(0.5, 80), forward=st.floats(1, 40), ahead=AHEAD, more=st.floats(1, 8))

@@ -33,6 +33,8 @@ SOURCES = {
     "states to the host": "profiled: the engine's events, or a probe where none went",
     "weights fetched": "profiled: events around the copies",
     "weights gathered": "profiled: events around the gathers, without waits for other ranks",
+    "gradients reduce-scattered": "profiled: events around the collectives, without waits for other ranks",
+    "weights all-gathered": "profiled: events around the collectives, without waits for other ranks",
     "waiting for fetches": "marks on the compute stream, a part of the line above",
     "waiting for updates": "marks on the compute stream",
     "other micro-batches": "marks on the compute stream: from the first forward to the last backward",
@@ -41,7 +43,8 @@ SOURCES = {
 _TERMS: dict[str, tuple[TaskKind, ...]] = {
     "forward": (TaskKind.FORWARD,), "backward": (TaskKind.BACKWARD,), "CPU updates": (TaskKind.CPU_UPDATE,),
     "device updates": (TaskKind.GPU_UPDATE,), "gradients to the host": (TaskKind.D2H,), "weights to the device": (TaskKind.H2D,),
-    "weights fetched": FETCHES, "weights gathered": GATHERS, "states to the device": (TaskKind.STREAM_IN,),
+    "weights fetched": FETCHES, "weights gathered": GATHERS, "gradients reduce-scattered": (TaskKind.REDUCE_SCATTER,),
+    "weights all-gathered": (TaskKind.ALL_GATHER,), "states to the device": (TaskKind.STREAM_IN,),
     "states to the host": (TaskKind.STREAM_OUT,),
 }
 _RULE_WORDS = {
