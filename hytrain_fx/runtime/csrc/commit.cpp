@@ -38,6 +38,10 @@ void Commit::run(const CommitItem* items, int n, const void* const* factors, int
   parts_.on_device.launch(on_device, end, skip_at);
   if (on_lane) parts_.lander.expect({state_.device->record_shown(Lane::D2H), slots, n_factors, state_.commits, skip});
   parts_.slots.on_way(on_lane, skip_at != nullptr);
+  if (n > static_cast<int>(on_device.size())) {
+    state_.device->wait(Lane::D2H, end);
+    parts_.lander.expect_end(state_.device->record_shown(Lane::D2H), state_.marks);
+  }
   ++state_.commits;
   state_.upload_cv.notify_one();
 }

@@ -30,6 +30,16 @@ inline void sleep_us(double mean_us) {  // delays that tests set
   if (mean_us > 0) std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(mean_us));
 }
 
+// Of the last backward that was committed: with its end, rows may be updated that no node has released
+// before. Gradients that stay on the device may be made long after the last one has landed.
+struct BackwardEnd {
+  uint64_t mark = 0;         // of the compute stream's event there
+  bool has_come = true;
+  double landed_us = 0;      // when the last gradient before it had; 0: none
+  uint64_t landed_mark = 0;  // of that
+  double after_us = 0;       // how much later it came, when it last did
+};
+
 struct EngineState {
   explicit EngineState(const EngineOptions& options);
 
@@ -78,6 +88,7 @@ struct EngineState {
   uint64_t issues = 0;    // copies of new weights
   uint64_t marks = 0;     // events of the compute stream
   uint64_t landings = 0;  // of gradients, that were begun
+  BackwardEnd backward_end;
   StepClock clock;
   Records records;
   ShadowArena shadows;

@@ -27,11 +27,13 @@ bool is_landing(const Row& row) {
 
 // Likely times of what is to come in a backward that the device is in: landings come as far apart
 // as in the step before, the next one now. An event of the compute stream comes when the gradients
-// that were begun before it have. A norm's weight, which Inductor may read until the end, lands early
-// and is open late; an embedding that is tied to the head lands last and may be open early.
+// that were begun before it have, and events behind the last of these as evenly spread until the
+// backward's end. A norm's weight, which Inductor may read until that end, lands early and is open
+// late; an embedding that is tied to the head lands last and may be open early.
 class Backward {
  public:
-  Backward(const Rows& rows, double now_us) : now_us_(now_us) {
+  Backward(const Rows& rows, const BackwardEnd& end, double now_us)
+      : now_us_(now_us), rest_us_(end.has_come ? 0 : end.after_us), last_mark_(end.landed_mark), end_mark_(end.mark) {
     double last_us = now_us;
     std::vector<const Row*> landing;
     for (const Row& row : rows) {
@@ -46,22 +48,35 @@ class Backward {
       by_mark_[row->landing_mark] = last_us;
       before = row;
     }
-    ends_us_ = last_us;
-    if (before) last_ = before->index;
+    last_us_ = last_us;
+    if (before) {
+      last_ = before->index;
+      last_mark_ = before->landing_mark;
+    } else if (end.landed_us > 0) {
+      last_us_ = end.landed_us;  // the rest runs since then
+    } else {
+      rest_us_ = 0;
+    }
   }
-  double ends_us() const { return ends_us_; }
+  double last_landing_us() const { return std::max(now_us_, last_us_); }
   int lands_last() const { return last_; }  // a row; -1: none is to come
   double landed_us(const Row& row) const {
     const auto found = by_row_.find(row.index);
     return found == by_row_.end() ? now_us_ : found->second;
   }
   double open_us(const Row& row) const {
+    if (row.open_mark > last_mark_ && end_mark_ > last_mark_ && rest_us_ > 0) {
+      const auto marks = static_cast<double>(std::min(row.open_mark, end_mark_) - last_mark_);
+      return std::max(now_us_, last_us_ + rest_us_ * marks / static_cast<double>(end_mark_ - last_mark_));
+    }
     const auto after = by_mark_.lower_bound(row.open_mark);
     return after == by_mark_.begin() ? now_us_ : std::prev(after)->second;
   }
 
  private:
-  double now_us_, ends_us_;
+  double now_us_, last_us_;  // of the last landing
+  double rest_us_;           // from there to the backward's end
+  uint64_t last_mark_, end_mark_;
   int last_ = -1;
   std::map<int, double> by_row_;
   std::map<uint64_t, double> by_mark_;
@@ -126,11 +141,11 @@ void FlaggedTail::flag(const Key& key, int place) {
 std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgress& lane) {
   const double bytes_per_us = rates_.bytes_per_us();
   const double now_us = state_.device->now_us() + static_cast<double>(busy_bytes) / bytes_per_us;
-  const Backward backward(state_.rows, now_us);
+  const Backward backward(state_.rows, state_.backward_end, now_us);
   const std::vector<LaneItem> all = items(backward, now_us);
-  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us, rates_.bytes_per_us_in_backward(), backward.ends_us()};
+  const LaneRates rates{state_.clock.params_per_us(), bytes_per_us, rates_.bytes_per_us_in_backward(), backward.last_landing_us()};
   const LaneOrder order = lane_order(all, rates, slots, now_us);
-  lane = LaneProgress(order, now_us, backward.ends_us());
+  lane = LaneProgress(order, now_us, backward.last_landing_us());
   lands_last_ = backward.lands_last();
   std::vector<Upload> rest;
   int place = 0, hidden = 0;  // copies, one after the other

@@ -8,6 +8,8 @@ namespace {
 constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr int kPolls = 20;  // until the lock is taken again
 constexpr double kAskAfterUs = 5e6;
+// From the last gradient that lands to the backward's end. What took longer was no backward.
+constexpr double kLongestRestUs = 10e6;
 
 }  // namespace
 
@@ -20,13 +22,20 @@ void Lander::expect(const std::vector<GradLanding>& landings) {
       row.landing_number = state_.landings;
       row.landing_mark = state_.marks;
     }
-    landings_.push_back({landing, {}});
+    landings_.push_back({landing, {}, nullptr});
   }
   state_.landed_cv.notify_one();
 }
 
 void Lander::expect(const FactorLanding& landing) {
-  landings_.push_back({{}, landing});
+  landings_.push_back({{}, landing, nullptr});
+  state_.landed_cv.notify_one();
+}
+
+void Lander::expect_end(const EventPtr& event, uint64_t mark) {
+  state_.backward_end.mark = mark;
+  state_.backward_end.has_come = false;
+  landings_.push_back({{}, {}, event, mark});
   state_.landed_cv.notify_one();
 }
 
@@ -39,8 +48,10 @@ void Lander::run() {
     const Landing landing = std::move(landings_.front());
     landings_.pop_front();
     const bool has_grads = !landing.grads.parts.empty();
-    if (!await(*(has_grads ? landing.grads.event : landing.factors.event), lock)) return;
-    if (has_grads) {
+    if (!await(*(landing.end ? landing.end : has_grads ? landing.grads.event : landing.factors.event), lock)) return;
+    if (landing.end) {
+      backward_ended(landing.end_mark);
+    } else if (has_grads) {
       grads_came(landing.grads);
     } else {
       guesses_.factors_came(landing.factors, lock);
@@ -76,8 +87,18 @@ void Lander::note_landed(Row& row) const {
   if (is_whole) row.landed_us = state_.device->now_us();
 }
 
+void Lander::backward_ended(uint64_t mark) const {
+  BackwardEnd& end = state_.backward_end;
+  const double after_us = state_.device->now_us() - end.landed_us;
+  if (end.landed_us > 0 && after_us < kLongestRestUs) end.after_us = after_us;
+  end.landed_us = 0;
+  end.has_come = end.mark == mark;  // else another has been committed
+}
+
 void Lander::grads_came(const GradLanding& landing) {
   const Part& first = landing.parts.front();
+  state_.backward_end.landed_us = state_.device->now_us();
+  state_.backward_end.landed_mark = state_.rows[first.row].landing_mark;
   if (landing.begin) state_.records.note_lane(kToHost, first.row, first.chunk, landing.begin, landing.event);
   for (const Part& part : landing.parts) {
     Row& row = state_.rows[part.row];

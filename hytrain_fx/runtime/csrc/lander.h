@@ -29,6 +29,7 @@ class Lander {
   // With the lock held.
   void expect(const std::vector<GradLanding>& landings);
   void expect(const FactorLanding& landing);
+  void expect_end(const EventPtr& event, uint64_t mark);  // of a backward
 
   void run();  // its thread's
 
@@ -36,10 +37,13 @@ class Lander {
   struct Landing {
     GradLanding grads;
     FactorLanding factors;  // where there are no parts
+    EventPtr end;           // of a backward, else null
+    uint64_t end_mark = 0;
   };
   bool await(Event& event, EngineLock& lock);
   void grads_came(const GradLanding& landing);
   void note_landed(Row& row) const;
+  void backward_ended(uint64_t mark) const;
 
   EngineState& state_;
   Guesses& guesses_;

@@ -25,9 +25,9 @@ struct LaneItem {
 
 struct LaneRates {
   double params_per_us;  // of all workers together; 0: not known, updates take no time
-  double bytes_per_us;   // of the lane, once the backward has ended
+  double bytes_per_us;   // of the lane, once the backward has sent its last gradient
   double bytes_per_us_in_backward;
-  double backward_ends_us;
+  double backward_ends_us;  // when that has landed
 };
 
 struct LaneOrder {
