@@ -143,7 +143,7 @@ def _timed(row: RankRow, trainer: Trainer[Batch], of_rank: Iterator[Batch], devi
         distributed.barrier()
 
     unsettled = _Unsettled(trainer)
-    together = Trainer(trainer.step, finish, tries=unsettled)
+    together = Trainer(trainer.step, finish, tries=unsettled, held_up_s=trainer.held_up_s)
     found = timed(together, of_rank, row.warmup, row.window, device, meter_of(device), row.batch * row.sequence)
     return found | {"plans_in_windows": trainer.plans() - unsettled.plans, "predicted_step_s": trainer.about().get("predicted_step_s")}
 

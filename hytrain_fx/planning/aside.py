@@ -34,6 +34,11 @@ class Delay:
         finally:
             self._took_s += self._clock() - begin_s
 
+    @property
+    def took_s(self) -> float:
+        """How long it has, since the begin."""
+        return self._took_s
+
     def lap_s(self) -> float:
         """How long since this was asked last."""
         lap_s, self._told_s = self._took_s - self._told_s, self._took_s

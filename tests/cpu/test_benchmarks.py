@@ -31,7 +31,8 @@ from hytrain_fx.explain.timeline.span import Interval, length, union
 from hytrain_fx.explain.timeline.timeline import read_trace
 from hytrain_fx.forecast.bench import loops
 from hytrain_fx.forecast.bench.loops import Trainer
-from hytrain_fx.forecast.bench.windows import MOST_CALMING_STEPS, warm_up
+from hytrain_fx.forecast.bench.windows import MOST_CALMING_STEPS, timed, warm_up
+from hytrain_fx.runtime.energy import meter_of
 
 MACHINE = {"gpu": None, "gpu_memory_gb": None, "cores": 2, "host_memory_gb": 8.0, "torch": "2", "python": "3", "boot": "1"}
 TINY = [Case(mode, "tiny", 2, 32) for mode in ("floor", "all_gpu", "ours")]
@@ -421,6 +422,21 @@ def test_steps_are_timed_once_no_more_plans_are_made(with_plans: Sequence[int], 
 
     trainer = Trainer(step, lambda: None, plans=lambda: len(set(done) & set(with_plans)))
     assert warm_up(trainer, itertools.repeat(torch.zeros(1)), warmup) == ran == len(done)
+
+
+def test_windows_tell_how_long_planning_held_their_steps_up() -> None:
+    """That of each window over its steps, without what came before in the warm-up."""
+    held_up_s = 0.0
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal held_up_s
+        held_up_s += 1.0 if held_up_s < 5 else 0.0
+        return tokens
+
+    trainer = Trainer(step, lambda: None, held_up_s=lambda: held_up_s)
+    cpu = torch.device("cpu")
+    found = timed(trainer, itertools.repeat(torch.zeros(1)), 2, 2, cpu, meter_of(cpu), step_tokens=1)
+    assert found["held_up_s"] == [1.0, 0.5, 0.0]
 
 
 def test_launching_is_the_host_s_time_in_the_newest_forward_and_backward() -> None:

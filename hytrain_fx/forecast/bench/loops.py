@@ -33,6 +33,7 @@ class Trainer(Generic[B]):
     about         what the way has to tell about itself once its steps are timed, as JSON
     plans         how many plans it has made: steps are timed when it makes no more of them
     tries         whether it still times ways of updating, to choose one
+    held_up_s     how long making plans, and what belongs to it, has held the loop up so far
     launching_s   how long the host was in the newest forward and backward, in seconds; None where
                   it is not known
     """
@@ -42,6 +43,7 @@ class Trainer(Generic[B]):
     about: Callable[[], Mapping[str, Any]] = dict
     plans: Callable[[], int] = int
     tries: Callable[[], bool] = bool
+    held_up_s: Callable[[], float] = float
     launching_s: Callable[[], float | None] = lambda: None
 
 
@@ -132,5 +134,6 @@ def ours(model: nn.Module, backward: Callable[[B], torch.Tensor], options: Mappi
         synchronize()
 
     session = optimizer.session
-    return Trainer(step, finish, lambda: about(model), lambda: len(session.planning.history), lambda: session.foresight.tries,
-                   launches.last_s)
+    planning = session.planning
+    return Trainer(step, finish, lambda: about(model), lambda: len(planning.history), lambda: session.foresight.tries,
+                   lambda: planning.aside.delay.took_s, launches.last_s)

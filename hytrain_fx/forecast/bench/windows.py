@@ -29,21 +29,22 @@ def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, d
           step_tokens: int) -> dict[str, Any]:
     """Three windows of `window` steps: the median, each, and the spread over the median.
 
-    Peaks of device memory are the peaks in the windows. Energy is summed over all three windows
-    and given for each step and each of its `step_tokens`. Launching is timed after the windows, on
-    a GPU.
+    `held_up_s`: how long planning held the loop up in a step of each window; the device may have had
+    work meanwhile. Peaks of device memory are the peaks in the windows. Energy is summed over all
+    three windows and given for each step and each of its `step_tokens`. Launching is timed after
+    the windows, on a GPU.
     """
     warmup = warm_up(trainer, batches, warmup)
     plans = trainer.plans()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = meter.read()
-    seconds = [_window_s(trainer, batches, window) for _ in range(WINDOWS)]
+    seconds, held_up = zip(*(_window_s(trainer, batches, window) for _ in range(WINDOWS)), strict=True)
     energy = energy_fields(meter, before, meter.read(), WINDOWS * window, step_tokens)
     median = statistics.median(seconds)
     return {"step_s": round(median, 5), "windows_s": [round(s, 5) for s in seconds], "window_steps": window,
             "warmup_steps": warmup, "plans_in_windows": trainer.plans() - plans,
-            "spread": round((max(seconds) - min(seconds)) / median, 4), **energy,
+            "held_up_s": [round(s, 5) for s in held_up], "spread": round((max(seconds) - min(seconds)) / median, 4), **energy,
             **(_launching(trainer, batches) if device.type == "cuda" else {})}  # on a CPU it is the computation itself
 
 
@@ -62,12 +63,13 @@ def warm_up(trainer: Trainer[B], batches: Iterator[B], steps: int) -> int:
     return ran
 
 
-def _window_s(trainer: Trainer[B], batches: Iterator[B], steps: int) -> float:
-    begin = time.perf_counter()
+def _window_s(trainer: Trainer[B], batches: Iterator[B], steps: int) -> tuple[float, float]:
+    """The mean time of its steps, and what of it planning held the loop up."""
+    begin, held_up = time.perf_counter(), trainer.held_up_s()
     for _ in range(steps):
         trainer.step(next(batches))
     trainer.finish()
-    return (time.perf_counter() - begin) / steps
+    return (time.perf_counter() - begin) / steps, (trainer.held_up_s() - held_up) / steps
 
 
 def _launching(trainer: Trainer[B], batches: Iterator[B]) -> dict[str, float]:
