@@ -29,10 +29,10 @@ def timed(trainer: Trainer[B], batches: Iterator[B], warmup: int, window: int, d
           step_tokens: int) -> dict[str, Any]:
     """Three windows of `window` steps: the median, each, and the spread over the median.
 
-    `held_up_s`: how long planning held the loop up in a step of each window; the device may have had
-    work meanwhile. Peaks of device memory are the peaks in the windows. Energy is summed over all
-    three windows and given for each step and each of its `step_tokens`. Launching is timed after
-    the windows, on a GPU.
+    `held_up_s`: how long planning held the loop up in a step of each window; the device may have
+    had work meanwhile. Peaks of device memory are the peaks in the windows. Energy is summed over
+    all three windows and given for each step and each of its `step_tokens`. Launching is timed
+    after the windows, on a GPU.
     """
     warmup = warm_up(trainer, batches, warmup)
     plans = trainer.plans()
