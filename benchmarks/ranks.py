@@ -33,7 +33,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,36 +122,53 @@ def _row(name: str, size: str, arguments: argparse.Namespace) -> RankRow:
 def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The rows as Markdown. Ratios are between rows of one boot of one machine, size and batch.
 
-    Bits are compared with those of by_hand; where that has no row, with the first row of ours.
+    Bits are compared with those of by_hand. That has no row of a model of which only shards fit:
+    ours are compared with the first of them that trains alike.
     """
     lines = []
     for row in rows.values():
         if "error" in row:
             lines.append([row["row"], row["workload"], row["error"], *["-"] * 6])
             continue
-        bits = "checksums" in row
-        first = _same_training(rows.values(), row, ("by_hand",) if bits else ("floor",))
-        if bits:
-            first = first or _same_training(rows.values(), row, OURS) or row  # by_hand has none of a model of which only shards fit
-            compared = "its bits" if first["row"] == "by_hand" else "-" if first is row else f"bits of {first['row']}"
-            if row["checksums"] != first["checksums"]:
-                compared = "**other bits**"
-            spread = ""
+        if "checksums" in row:
+            compared, spread = _whose_bits(row, rows.values()), ""
         else:
-            compared = "-" if first is None else f"{row['step_s'] / first['step_s']:.3f}"
+            floor = _same_training(rows.values(), row, "floor")
+            compared = "-" if floor is None else f"{row['step_s'] / floor['step_s']:.3f}"
             spread = f"{(max(row['windows_s']) - min(row['windows_s'])) / row['step_s']:.1%}"
         gpu_gb = "-" if row["gpu_gb"] is None else f"{row['gpu_gb']:.1f}"
         predicted = f"{row['predicted_step_s']:.4f}" if row.get("predicted_step_s") else "-"
         lines.append([row["row"], row["workload"], f"{row['step_s']:.4f}", spread, compared, predicted, gpu_gb, f"{row['host_gb']:.1f}",
                       row["plan"] or "-"])
     machines = dict.fromkeys(machine_text(row["machine"]) for row in rows.values())
-    head = ("row", "model, batch a rank", "s a step", "spread", "of floor, or by_hand's bits", "predicted s", "GPU GB, largest",
+    head = ("row", "model, batch a rank", "s a step", "spread", "of floor, or whose bits", "predicted s", "GPU GB, largest",
             "host GB, all ranks", "plan of rank 0")
     return "\n\n".join(["\n".join(f"- {of}" for of in machines), table(head, lines)])
 
 
-def _same_training(rows: Iterable[Mapping[str, Any]], row: Mapping[str, Any], names: Container[str]) -> Mapping[str, Any] | None:
-    return next((of for of in rows if "error" not in of and of["row"].split()[0] in names
+def _whose_bits(row: Mapping[str, Any], rows: Collection[Mapping[str, Any]]) -> str:
+    first = _same_training(rows, row, "by_hand")
+    if first is not None:
+        return "its bits" if row["checksums"] == first["checksums"] else "**other bits**"
+    alike = (of for of in rows if "checksums" in of and (of["workload"], of["machine"]) == (row["workload"], row["machine"])
+             and _arithmetic(of["row"]) == _arithmetic(row["row"]) is not None)
+    first = next(alike, row)
+    if first is row:
+        return "-"
+    return f"bits of {first['row']}" if row["checksums"] == first["checksums"] else f"**other bits** than {first['row']}"
+
+
+def _arithmetic(title: str) -> tuple[str, bool] | None:
+    """What changes the bits of ours: moments, and whether it clips; None: no row of ours."""
+    name, *options = title.split()
+    if name not in OURS:
+        return None
+    given = dict(option.split("=", 1) for option in options)
+    return str(given.get("moments", OURS[name].get("moments", "fp32"))), name == "clipped"
+
+
+def _same_training(rows: Iterable[Mapping[str, Any]], row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    return next((of for of in rows if "error" not in of and of["row"] == name
                  and (of["workload"], of["machine"]) == (row["workload"], row["machine"])), None)
 
 

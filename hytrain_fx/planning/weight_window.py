@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -65,18 +65,18 @@ def with_fetches(
     return profile
 
 
-def with_collectives(profile: Profile, timed: Collection[Timed], unit_of: Mapping[int, int], ranks: int) -> Profile:
+def with_collectives(profile: Profile, timed: Collection[Timed], unit_of: Mapping[int, int], nbytes: Sequence[int]) -> Profile:
     """The profile with the times of every unit's collectives; none where none was timed.
 
     Gradients are reduce-scattered, new weights that stay whole all-gathered: by the best rate of
     the unit's own, as others have waits for slower ranks in them; else the best of all.
 
-        ranks    how many exchange them: each one's `grad_bytes` are a shard
+        nbytes    of each unit's gradients, and of its weights, all ranks' together
     """
     def times_us(kind: TaskKind) -> Iterator[float]:
         rates = _rates(timed, unit_of, (kind,))
         best = min((min(own) for own in rates.values()), default=0.0)
-        return (ranks * u.grad_bytes * min(rates[u.index], default=best) for u in profile.units)
+        return (nbytes[u.index] * min(rates[u.index], default=best) for u in profile.units)
 
     times = zip(profile.units, times_us(TaskKind.REDUCE_SCATTER), times_us(TaskKind.ALL_GATHER), strict=True)
     units = (replace(u, reduce_scatter_us=reduced_us, all_gather_us=0.0 if u.gathered_params else gathered_us)

@@ -1,6 +1,6 @@
 """When gradients and weights went from rank to rank, and weights from the host to slots.
 
-It is kept while a recording is on.
+It is kept while a recording is on, and while planning measures steps.
 
     GPU   two timing events around them: of collectives on the stream that waits for them
     CPU   the host's clock before and after them

@@ -24,7 +24,7 @@ def test_a_row_that_is_released_last_holds_up_no_other(tmp_path: Path) -> None:
 def test_a_weight_that_is_released_last_holds_up_no_other(tmp_path: Path) -> None:
     """Six matrices go to the device while a backward still makes what stays there, norms after it.
 
-    When it ends is learnt from the step before; the first step waits for its gradients.
+    When it ends is learnt from the steps before, of which the first waits for its gradients.
     """
     done = subprocess.run([built("late_end", tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

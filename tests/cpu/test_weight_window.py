@@ -186,11 +186,12 @@ def test_a_profile_takes_the_best_rate_of_a_units_collectives(twins: Twins) -> N
     profile = replace(plain, units=(replace(plain.units[0], gathered_params=8), *plain.units[1:]))
     kinds = (TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER)
     timed = [Timed(kind, row, 100, 0.0, us * part) for part, kind in enumerate(kinds, 1) for row, us in ((0, 10.0), (0, 30.0), (1, 40.0))]
-    found = with_collectives(profile, timed, {0: 0, 1: 1}, ranks=2)
-    assert [u.reduce_scatter_us / u.grad_bytes for u in found.units[:3]] == pytest.approx([0.2, 0.8, 0.2])
-    assert [u.all_gather_us / u.grad_bytes for u in found.units[:3]] == pytest.approx([0.0, 1.6, 0.4])
+    nbytes = [100 * (number + 1) for number in range(len(profile.units))]
+    found = with_collectives(profile, timed, {0: 0, 1: 1}, nbytes)
+    assert [u.reduce_scatter_us for u in found.units[:3]] == pytest.approx([10.0, 80.0, 30.0])
+    assert [u.all_gather_us for u in found.units[:3]] == pytest.approx([0.0, 160.0, 60.0])
     assert found.has_collectives
-    assert with_collectives(profile, [], {}, ranks=2) == profile
+    assert with_collectives(profile, [], {}, nbytes) == profile
 
 
 def _profile(twins: Twins) -> Any:

@@ -19,8 +19,8 @@ namespace {
 constexpr int kUnits = 6, kSteps = 8, kRecords = 1 << 12;
 constexpr int kUpdateStage = 1;  // as stages of delays are numbered
 constexpr int64_t kSize = 4096;
-constexpr auto kUnitTime = std::chrono::milliseconds(4), kRestTime = std::chrono::milliseconds(120);
-constexpr double kUpdateUs = 5000;  // on average, of either row: all of them end before the backward does
+constexpr auto kUnitTime = std::chrono::milliseconds(4), kRestTime = std::chrono::milliseconds(160);
+constexpr double kUpdateUs = 10000;  // on average, of either row: all of them end before the backward does, the last shortly
 
 }  // namespace
 

@@ -36,12 +36,12 @@ void Commit::run(const CommitItem* items, int n, const void* const* factors, int
   }
   parts_.early.give_up_all();
   parts_.on_device.launch(on_device, end, skip_at);
-  if (on_lane) parts_.lander.expect({state_.device->record_shown(Lane::D2H), slots, n_factors, state_.commits, skip});
+  const bool any_lands = std::any_of(items, items + n, [this](const CommitItem& item) { return state_.row(item.row).on_host(); });
+  if (any_lands && !on_lane) state_.device->wait(Lane::D2H, end);  // else the lane has waited for it
+  const EventPtr behind = any_lands || on_lane ? state_.device->record_shown(Lane::D2H) : nullptr;
+  if (on_lane) parts_.lander.expect({behind, slots, n_factors, state_.commits, skip});
+  if (any_lands) parts_.lander.expect_end(behind, state_.marks);
   parts_.slots.on_way(on_lane, skip_at != nullptr);
-  if (n > static_cast<int>(on_device.size())) {
-    state_.device->wait(Lane::D2H, end);
-    parts_.lander.expect_end(state_.device->record_shown(Lane::D2H), state_.marks);
-  }
   ++state_.commits;
   state_.upload_cv.notify_one();
 }

@@ -36,8 +36,9 @@ struct BackwardEnd {
   uint64_t mark = 0;         // of the compute stream's event there
   bool has_come = true;
   double landed_us = 0;      // when the last gradient before it had; 0: none
-  uint64_t landed_mark = 0;  // of that
-  double after_us = 0;       // how much later it came, when it last did
+  uint64_t landed_mark = 0;  // of the compute stream's last event before that gradient
+  double rest_us = 0;        // how much later it came, when it last did
+  double after_us = 0;       // the shorter of the last two: a pause of the loop before step() is no backward
 };
 
 struct EngineState {

@@ -27,9 +27,10 @@ bool is_landing(const Row& row) {
 
 // Likely times of what is to come in a backward that the device is in: landings come as far apart
 // as in the step before, the next one now. An event of the compute stream comes when the gradients
-// that were begun before it have, and events behind the last of these as evenly spread until the
-// backward's end. A norm's weight, which Inductor may read until that end, lands early and is open
-// late; an embedding that is tied to the head lands last and may be open early.
+// that were begun before it have. Behind the last of these one comes at once, and the others are
+// spread evenly until the backward's end, where the last two come: that of the graph and that of the
+// commit. A norm's weight, which Inductor may read until that end, lands early and is open late; an
+// embedding that is tied to the head lands last and may be open early.
 class Backward {
  public:
   Backward(const Rows& rows, const BackwardEnd& end, double now_us)
@@ -65,9 +66,10 @@ class Backward {
     return found == by_row_.end() ? now_us_ : found->second;
   }
   double open_us(const Row& row) const {
+    if (row.open && row.open->known_done()) return now_us_;
     if (row.open_mark > last_mark_ && end_mark_ > last_mark_ && rest_us_ > 0) {
-      const auto marks = static_cast<double>(std::min(row.open_mark, end_mark_) - last_mark_);
-      return std::max(now_us_, last_us_ + rest_us_ * marks / static_cast<double>(end_mark_ - last_mark_));
+      const auto marks = static_cast<double>(row.open_mark - last_mark_) - 1, all = static_cast<double>(end_mark_ - last_mark_) - 2;
+      return std::max(now_us_, last_us_ + rest_us_ * std::min(1.0, marks / std::max(1.0, all)));
     }
     const auto after = by_mark_.lower_bound(row.open_mark);
     return after == by_mark_.begin() ? now_us_ : std::prev(after)->second;

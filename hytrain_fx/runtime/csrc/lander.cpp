@@ -8,8 +8,6 @@ namespace {
 constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr int kPolls = 20;  // until the lock is taken again
 constexpr double kAskAfterUs = 5e6;
-// From the last gradient that lands to the backward's end. What took longer was no backward.
-constexpr double kLongestRestUs = 10e6;
 
 }  // namespace
 
@@ -23,6 +21,7 @@ void Lander::expect(const std::vector<GradLanding>& landings) {
       row.landing_mark = state_.marks;
     }
     landings_.push_back({landing, {}, nullptr});
+    landings_.back().grads.mark = state_.marks;
   }
   state_.landed_cv.notify_one();
 }
@@ -89,8 +88,11 @@ void Lander::note_landed(Row& row) const {
 
 void Lander::backward_ended(uint64_t mark) const {
   BackwardEnd& end = state_.backward_end;
-  const double after_us = state_.device->now_us() - end.landed_us;
-  if (end.landed_us > 0 && after_us < kLongestRestUs) end.after_us = after_us;
+  if (end.landed_us > 0) {
+    const double rest_us = state_.device->now_us() - end.landed_us;
+    end.after_us = end.rest_us > 0 ? std::min(rest_us, end.rest_us) : rest_us;
+    end.rest_us = rest_us;
+  }
   end.landed_us = 0;
   end.has_come = end.mark == mark;  // else another has been committed
 }
@@ -98,7 +100,7 @@ void Lander::backward_ended(uint64_t mark) const {
 void Lander::grads_came(const GradLanding& landing) {
   const Part& first = landing.parts.front();
   state_.backward_end.landed_us = state_.device->now_us();
-  state_.backward_end.landed_mark = state_.rows[first.row].landing_mark;
+  state_.backward_end.landed_mark = landing.mark;
   if (landing.begin) state_.records.note_lane(kToHost, first.row, first.chunk, landing.begin, landing.event);
   for (const Part& part : landing.parts) {
     Row& row = state_.rows[part.row];

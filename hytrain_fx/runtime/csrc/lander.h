@@ -20,6 +20,7 @@ struct Part {  // one chunk of a gradient on its way to its slot
 struct GradLanding {  // of one copy
   EventPtr begin, event;  // `begin`: while recording
   std::vector<Part> parts;
+  uint64_t mark = 0;  // of the compute stream's last event before
 };
 
 class Lander {

@@ -20,6 +20,7 @@ struct OnLane {  // one weight, or states of one visit
   const Chunk* awaited;  // whose flag the copy waits for; null: none
 };
 
+// The backward ends, here, as its last gradient lands: until then gradients share the host's memory.
 class LaneProgress {
  public:
   LaneProgress() = default;
