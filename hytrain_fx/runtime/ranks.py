@@ -224,14 +224,15 @@ class Ranks:
         like   dense tensors of the parts' shapes
         of     whose gradients they are, for messages
 
-        The parts are read now; what is given sums them, on the stream that is current then. It
-        raises RankError where a rank does not come in time, or has failed.
+        The parts are read now; what is given divides and sums them, on the stream that is current
+        then: beside the backward. It raises RankError where a rank does not come in time, or has
+        failed.
         """
         bucket, views = _bucket(like, parts[0].dtype)
         _foreach_copy_(views, list(parts))
-        bucket.div_(self.size)
 
         def send() -> list[torch.Tensor]:
+            bucket.div_(self.size)
             self._run(f"the gradients of {of} and others", partial(distributed.all_reduce, bucket, group=self._group, async_op=True))
             return views
 
@@ -246,9 +247,9 @@ class Ranks:
         As `mean`, with flat tensors.
         """
         bucket = layout.pack(wholes)
-        bucket.div_(self.size)
 
         def send() -> list[torch.Tensor]:
+            bucket.div_(self.size)
             what = f"the gradients of {of} and others"
             if layout.is_even:
                 own = bucket.new_empty(layout.lengths[self.rank])
