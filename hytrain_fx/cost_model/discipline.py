@@ -30,8 +30,8 @@ class Discipline:
     early_updates   updates by the CPU begin as gradients arrive, on a guess at the commit; their
                     weights still travel after it
     early_weights   with commit_at "backward_end", the time when factors such as clipping's are
-                    known: weights of early updates travel from the call of step() on, at the
-                    profile's time
+                    known: weights of early updates, and streamed states as far as staging slots
+                    are free, travel from the call of step() on, at the profile's time
     runs_ahead      the launching thread waits for the last step's updates only at the commit: the
                     step is committed as its backward begins, or later where the profile's
                     `launching_us` is longer than a step

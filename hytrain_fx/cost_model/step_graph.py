@@ -233,7 +233,7 @@ class _Builder:
         sends = self._commit(commit_us, "backward_start") if discipline.early_weights else commit
         by_cpu = (TaskKind.H2D, sends) if discipline.early_updates else (TaskKind.CPU_UPDATE, commit)
         for unit in self._profile.units:
-            for kind, gate in (by_cpu, (TaskKind.GPU_UPDATE, commit), (TaskKind.STREAM_IN, commit)):
+            for kind, gate in (by_cpu, (TaskKind.GPU_UPDATE, commit), (TaskKind.STREAM_IN, sends)):
                 task = TaskId(kind, unit.index)
                 # Nothing but a load begins before its own gradient is there, so an earlier commit
                 # asks no more of it.

@@ -350,3 +350,25 @@ def test_whether_another_k_is_due_needs_no_simulation(profile: Profile, budget: 
         assert k == solved.k
     if k is None:
         assert solved.inputs["stream_share"] == 0
+
+
+@given(n=st.integers(2, 8), backward=st.floats(5, 40), slots=st.integers(3, 16), late=st.floats(0, 0.5))
+@settings(deadline=None)
+def test_states_come_while_the_factor_is_on_its_way(n: int, backward: float, slots: int, late: float) -> None:
+    """As many as have slots, from the call of step() on; their updates wait for the factor.
+
+    So a step takes no longer, and with a slot for each unit all have come by then.
+    """
+    equal = uniform(n, forward=5.0, backward=backward, gpu=1.0, stream=2.0)
+    profile = replace(equal, commit_us=late * n * backward)
+    rows = tuple(PlanRow(u.index, u.name, 0, u.params, Placement.STREAM, "test") for u in profile.units)
+    plan, step = Plan(rows, 0, "test"), Discipline(commit_at="backward_end", staging_params=1000, staging_slots=slots)
+    early, behind = (simulate(profile, plan, replace(step, early_weights=of)) for of in (True, False))
+    end_us = n * backward
+    loads, updates = ([i.start_us for i in early.intervals if i.task.kind is kind] for kind in (TaskKind.STREAM_IN, TaskKind.GPU_UPDATE))
+    assert min(loads) < end_us <= min(i.start_us for i in behind.intervals if i.task.kind is TaskKind.STREAM_IN) + 1e-6
+    assert min(loads) >= profile.commit_us - 1e-6
+    assert min(updates) >= end_us - 1e-6
+    assert early.makespan_us <= behind.makespan_us + 1e-6
+    if slots >= n and (1 - late) * end_us >= 2.0 * (n + 1) + backward:
+        assert max(loads) < end_us
