@@ -1,8 +1,10 @@
 // The engine's C interface (csrc/engine_c.cpp), as ctypes sees it.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <vector>
 
 #include "engine.h"
@@ -108,4 +110,24 @@ inline hytrain_fx::CommitItem add_row(hytrain_fx::Engine* engine, int32_t r, int
   item.grad = is_streamed ? row.grad.data() : nullptr;
   item.scalars = kScalars;
   return item;
+}
+
+// Records of one kind, by step, in the order in which they began: each row has one in a step. `most`: of
+// all kinds. Waits for the updates of the first `rows` rows.
+inline std::vector<std::vector<hytrain_fx::TaskRecord>> records_by_step(hytrain_fx::Engine* engine, size_t rows, int32_t kind, int steps,
+                                                                        int most) {
+  std::vector<int32_t> all(rows);
+  std::iota(all.begin(), all.end(), 0);
+  check(hytrain_drain(engine, all.data(), static_cast<int>(rows)));
+  std::vector<hytrain_fx::TaskRecord> records(most);
+  int n = 0;
+  check(hytrain_take_records(engine, records.data(), most, &n));
+  const auto is_before = [](const hytrain_fx::TaskRecord& a, const hytrain_fx::TaskRecord& b) { return a.begin_us < b.begin_us; };
+  std::sort(records.begin(), records.begin() + n, is_before);
+  std::vector<std::vector<hytrain_fx::TaskRecord>> found(steps);
+  std::vector<int> seen(rows);
+  for (int i = 0; i < n; ++i) {
+    if (records[i].kind == kind) found[seen[records[i].row]++].push_back(records[i]);
+  }
+  return found;
 }

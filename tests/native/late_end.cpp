@@ -59,20 +59,11 @@ int main() {
     check(hytrain_release(engine, norms.data(), kUnits, &compute));
     check(hytrain_commit(engine, items.data(), static_cast<int>(items.size()), nullptr, 0, -1, &compute));
   }
-  std::vector<int32_t> all(rows.size());
-  for (size_t r = 0; r < all.size(); ++r) all[r] = static_cast<int32_t>(r);
-  check(hytrain_drain(engine, all.data(), static_cast<int>(all.size())));
-  std::vector<TaskRecord> records(kRecords);
-  int n = 0;
-  check(hytrain_take_records(engine, records.data(), kRecords, &n));
-  std::sort(records.begin(), records.begin() + n, [](const TaskRecord& a, const TaskRecord& b) { return a.begin_us < b.begin_us; });
-  std::vector<int> seen(rows.size()), before(kSteps);
-  for (int i = 0; i < n; ++i) {
-    if (records[i].kind != kToDevice || records[i].row % 2 == 0) continue;
-    const int step = seen[records[i].row]++;
-    before[step] += records[i].begin_us < ended_us[step];
+  const auto copies = records_by_step(engine, rows.size(), kToDevice, kSteps, kRecords);
+  for (int step = 0; step < kSteps; ++step) {
+    const auto is_early = [&ended = ended_us[step]](const TaskRecord& copy) { return copy.row % 2 && copy.begin_us < ended; };
+    std::printf("%d\n", static_cast<int>(std::count_if(copies[step].begin(), copies[step].end(), is_early)));
   }
-  for (int of_step : before) std::printf("%d\n", of_step);
   check(hytrain_destroy(engine));
   return 0;
 }

@@ -67,18 +67,7 @@ int main(int count, char** arguments) {
     }
     check(hytrain_commit(engine, items.data(), static_cast<int>(items.size()), nullptr, 0, -1, &compute));
   }
-  std::vector<int32_t> all(rows.size());
-  for (size_t r = 0; r < all.size(); ++r) all[r] = static_cast<int32_t>(r);
-  check(hytrain_drain(engine, all.data(), static_cast<int>(all.size())));
-  std::vector<TaskRecord> records(kRecords);
-  int n = 0;
-  check(hytrain_take_records(engine, records.data(), kRecords, &n));
-  std::vector<std::vector<TaskRecord>> visits(kSteps);  // each row has one a step
-  std::vector<int> seen(rows.size());
-  std::sort(records.begin(), records.begin() + n, [](const TaskRecord& a, const TaskRecord& b) { return a.begin_us < b.begin_us; });
-  for (int i = 0; i < n; ++i) {
-    if (records[i].kind == kStreamIn) visits[seen[records[i].row]++].push_back(records[i]);
-  }
+  const auto visits = records_by_step(engine, rows.size(), kStreamIn, kSteps, kRecords);
   for (int step = 0; step < kSteps; ++step) {
     double last_us = 0;
     for (const TaskRecord& visit : visits[step]) {
