@@ -133,7 +133,7 @@ def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
         if "checksums" in row:
             compared, spread = _whose_bits(row, rows.values()), ""
         else:
-            floor = _same_training(rows.values(), row, "floor")
+            floor = _of_same_training("floor", row, rows.values())
             compared = "-" if floor is None else f"{row['step_s'] / floor['step_s']:.3f}"
             spread = f"{(max(row['windows_s']) - min(row['windows_s'])) / row['step_s']:.1%}"
         gpu_gb = "-" if row["gpu_gb"] is None else f"{row['gpu_gb']:.1f}"
@@ -147,12 +147,10 @@ def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _whose_bits(row: Mapping[str, Any], rows: Collection[Mapping[str, Any]]) -> str:
-    first = _same_training(rows, row, "by_hand")
+    first = _of_same_training("by_hand", row, rows)
     if first is not None:
         return "its bits" if row["checksums"] == first["checksums"] else "**other bits**"
-    alike = (of for of in rows if "checksums" in of and (of["workload"], of["machine"]) == (row["workload"], row["machine"])
-             and _arithmetic(of["row"]) == _arithmetic(row["row"]) is not None)
-    first = next(alike, row)
+    first = next((of for of in _same_training(row, rows) if _arithmetic(of["row"]) == _arithmetic(row["row"]) is not None), row)
     if first is row:
         return "-"
     return f"bits of {first['row']}" if row["checksums"] == first["checksums"] else f"**other bits** than {first['row']}"
@@ -167,9 +165,12 @@ def _arithmetic(title: str) -> tuple[str, bool] | None:
     return str(given.get("moments", OURS[name].get("moments", "fp32"))), name == "clipped"
 
 
-def _same_training(rows: Iterable[Mapping[str, Any]], row: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    return next((of for of in rows if "error" not in of and of["row"] == name
-                 and (of["workload"], of["machine"]) == (row["workload"], row["machine"])), None)
+def _of_same_training(name: str, row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    return next((of for of in _same_training(row, rows) if of["row"] == name), None)
+
+
+def _same_training(row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return (of for of in rows if "error" not in of and (of["workload"], of["machine"]) == (row["workload"], row["machine"]))
 
 
 def _measure(asked: Sequence[tuple[RankRow, Ask]], rows: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:

@@ -94,8 +94,9 @@ class ModelUnits:
             profile = with_fetches(profile, timed, unit_of, self._link_us_per_byte)
         # On a CPU a collective blocks the thread that computes, whose times have it already.
         if self._ranks is not None and self._table.device.type == "cuda":
-            parameters = self._table.parameters
-            nbytes = [sum(parameters[row].numel() * parameters[row].element_size() for row in self.rows_of(unit)) for unit in self()]
+            nbytes = [0] * len(profile.units)
+            for row, unit in unit_of.items():
+                nbytes[unit] += self._table.parameters[row].numel() * self._table.parameters[row].element_size()
             profile = with_collectives(profile, timed, unit_of, nbytes)
         return profile
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -58,9 +58,8 @@ def with_fetches(
                  for u in profile.units)
         profile = replace(profile, units=tuple(units))
     if profile.gathers:
-        rates = _rates(timed, unit_of, GATHERS)
-        best = min((min(own) for own in rates.values()), default=0.0)
-        units = (replace(u, gather_us=u.gathered_bytes * min(rates[u.index], default=best)) for u in profile.units)
+        gathered_us = _at_best_us(timed, unit_of, GATHERS, [u.gathered_bytes for u in profile.units])
+        units = (replace(u, gather_us=us) for u, us in zip(profile.units, gathered_us, strict=True))
         profile = replace(profile, units=tuple(units))
     return profile
 
@@ -73,15 +72,18 @@ def with_collectives(profile: Profile, timed: Collection[Timed], unit_of: Mappin
 
         nbytes    of each unit's gradients, and of its weights, all ranks' together
     """
-    def times_us(kind: TaskKind) -> Iterator[float]:
-        rates = _rates(timed, unit_of, (kind,))
-        best = min((min(own) for own in rates.values()), default=0.0)
-        return (nbytes[u.index] * min(rates[u.index], default=best) for u in profile.units)
-
-    times = zip(profile.units, times_us(TaskKind.REDUCE_SCATTER), times_us(TaskKind.ALL_GATHER), strict=True)
+    reduced, gathered = (_at_best_us(timed, unit_of, (kind,), nbytes) for kind in (TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER))
+    times = zip(profile.units, reduced, gathered, strict=True)
     units = (replace(u, reduce_scatter_us=reduced_us, all_gather_us=0.0 if u.gathered_params else gathered_us)
              for u, reduced_us, gathered_us in times)
     return replace(profile, units=tuple(units))
+
+
+def _at_best_us(timed: Iterable[Timed], unit_of: Mapping[int, int], kinds: Container[TaskKind], nbytes: Sequence[int]) -> list[float]:
+    """How long so many bytes of each unit take at the best rate of its own, else at that of all."""
+    rates = _rates(timed, unit_of, kinds)
+    best = min((min(own) for own in rates.values()), default=0.0)
+    return [of_unit * min(rates[unit], default=best) for unit, of_unit in enumerate(nbytes)]
 
 
 def _rates(timed: Iterable[Timed], unit_of: Mapping[int, int], kinds: Container[TaskKind]) -> Mapping[int, list[float]]:
