@@ -108,11 +108,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.float32 if case.autocast else torch.bfloat16
     model = build(case.size, case.sequence, device, dtype, case.checkpointing)
     built_s = time.perf_counter()
+    params = sum(p.numel() for p in trained(model))  # of the whole model: ZeRO-3 leaves none in its parameters
     make = partial(own_modes.ours, barrier=True) if arguments.barrier else TRAINERS[case.mode]
     trainer = make(case, model, device)
     data = batches(case.size, case.batch, case.sequence, device, dtype)
     barrier = {"barrier": True} if arguments.barrier else {}
-    row: dict[str, Any] = {**case.values(), **barrier, "params": sum(p.numel() for p in trained(model)), "machine": machine()}
+    row: dict[str, Any] = {**case.values(), **barrier, "params": params, "machine": machine()}
     if arguments.losses:
         row["losses"] = torch.stack([trainer.step(next(data)) for _ in range(arguments.losses)]).tolist()
         trainer.finish()

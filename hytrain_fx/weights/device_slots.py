@@ -160,7 +160,7 @@ class SlotPool:
 
 
 def bytes_of_slots(units: Iterable[list[int]], of_a_size: int) -> int:
-    """Bytes of the slots once each unit was fetched, at least.
+    """Bytes of the slots once `of_a_size` units of each size are there at once.
 
     units       the sizes of each unit's weights
     of_a_size   as `SlotPool` has it

@@ -83,8 +83,9 @@ class MemoryEstimate:
     host_streamed_bytes       fp32 states of streamed rows
     pinned_bytes              how much of the host's bytes is pinned
     all_states_bytes          states of all rows, were they on the device
-    weight_slots_bytes        slots of the device that streamed weights pass through, at least;
-                              `weights_bytes` is without these weights
+    weight_slots_bytes        slots of the device that streamed weights pass through, as many as
+                              the planned lookahead fills at once; `weights_bytes` is without these
+                              weights
     """
 
     weights_bytes: int
