@@ -9,6 +9,9 @@ by identity, through `meta["desc"]`. A backward graph is compiled at the first b
 its forward graph; what the two share lives in one `_Pair` per call of the backend. A recompile (a
 new shape, a new branch) is a new pair, rewritten again with the same rows.
 
+Blocks of one class around graph breaks are called with the same Dynamo graph. Other parameters of
+the same form run the same pair, each as a graph of its own number (`instance_graphs`).
+
 A parameter read by two pairs (tied across a graph break, or a model called twice) has two partial
 gradients in one backward. Each pair offloads its own: two `grad_offload` for one row add up, as
 AccumulateGrad would, and of two releases the later counts. So no pair needs to know of another, and
@@ -23,21 +26,21 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import Node
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.attention_masks import masks_of_positions
-from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind
+from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind, first_use_order, unit_flops
 from hytrain_fx.capture.casts import InputCopies, with_copies
-from hytrain_fx.capture.dataflow import node_flops
-from hytrain_fx.capture.instance_graphs import RowsOfInputs, by_parameters
+from hytrain_fx.capture.instance_graphs import Instance, RowsOfInputs, Running, by_parameters, rows_alike
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.ir.startup import Phase
@@ -49,15 +52,21 @@ R = TypeVar("R")
 
 
 @dataclass
-class _Pair:
+class _Pair(Generic[R]):
     """What a forward graph leaves for its backward graph.
 
-    These are the rows of the example inputs, and saved views by output name.
+    These are the rows of the example inputs, and saved views by output name. And both, once
+    compiled, with the sets of parameters that run them, those that they were compiled for first.
     """
 
-    number: int
     row_of_input: dict[int, int]
+    instances: list[Instance]
     saved_views: dict[str, int] = field(default_factory=dict)
+    graphs: list[CompiledGraph[R]] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return self.instances[0].pair
 
 
 class Capture(Generic[R]):
@@ -74,6 +83,10 @@ class Capture(Generic[R]):
                          rewritten
     copies_for           says, of a graph with its example inputs and their rows, which inputs are
                          to be read in bf16 copies; None: none are
+    ran                  told, after each call of a compiled graph, which node runs its backward
+    running              says, to whoever has it, whose graph runs
+    share                gives, of a graph that another set of parameters runs too, as this number,
+                         what `rewrite` would have given; None: each set has graphs of its own
     """
 
     def __init__(
@@ -87,6 +100,9 @@ class Capture(Generic[R]):
         call: Callable[[Callable[..., Any], Sequence[Any]], Any] = lambda compiled, inputs: compiled(*inputs),
         timed: Callable[[Phase], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
         copies_for: Callable[[fx.GraphModule, Sequence[Any], Mapping[int, int]], InputCopies | None] | None = None,
+        ran: Callable[[Node | None], None] = lambda _: None,
+        running: Running | None = None,
+        share: Callable[[CompiledGraph[R], int, Instance], R] | None = None,
     ) -> None:
         if len(names) != len(parameters):
             raise CaptureError(f"{len(names)} names for {len(parameters)} parameters; expected one name for each")
@@ -99,6 +115,8 @@ class Capture(Generic[R]):
         self._call = call
         self._timed = timed
         self._copies_for = copies_for
+        self._ran, self._share = ran, share
+        self._running = running or Running()
         self._row_of = {id(p): row for row, p in enumerate(self.parameters)}
         self._unit_of = unit_of_rows(units)
         self._used: dict[int, None] = {}
@@ -139,13 +157,16 @@ class Capture(Generic[R]):
         return lambda *inputs: alive()._call(compiled, inputs)
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, *, patches: dict[str, Any]
-    ) -> Callable[..., Any]:
-        pair = _Pair(self._pairs, rows)
-        self._pairs += 1
-        alive = self._alive
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, others: Sequence[_Graphs[R]], *,
+        patches: dict[str, Any],
+    ) -> _Graphs[R]:
         with self._timed(Phase.COMPILE_FORWARD):
             copies = None if self._copies_for is None else self._copies_for(gm, example_inputs, rows)
+        for other in others:
+            if other.reads_like(copies) and (instance := self._shared_with(other.pair, rows)) is not None:
+                return replace(other, instance=instance, copies=copies)
+        pair: _Pair[R] = _Pair(rows, [self._new_instance({})])
+        alive = self._alive
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
@@ -156,11 +177,7 @@ class Capture(Generic[R]):
             # A compiled backward reads weights, which is not a touch by the user. The nodes of
             # every graph are counted.
             index, backward = captured.index, captured.kind is GraphKind.BACKWARD
-
-            def around() -> AbstractContextManager[compiling.Edit | None]:
-                return alive()._around_backward(index) if backward else alive()._around_forward(index)
-
-            return compiling.boxed_within(around, compiled)
+            return compiling.boxed_within(lambda: alive()._around(index, pair, backward), compiled)
 
         def timed_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             backward = _kind(kwargs) is GraphKind.BACKWARD
@@ -170,7 +187,47 @@ class Capture(Generic[R]):
         with self._timed(Phase.COMPILE_FORWARD), compiling.autograd_cache_off():
             traced = example_inputs if copies is None else _traced_with(example_inputs, copies.copies)
             compiled: Callable[..., Any] = compiling.compile_fx(gm, traced, timed_compile, patches)
-        return compiled if copies is None else with_copies(compiled, copies)
+        return _Graphs(self._alive, pair, pair.instances[0], compiled, copies)
+
+    def _new_instance(self, row_of: Mapping[int, int]) -> Instance:
+        self._pairs += 1
+        return Instance(self._pairs - 1, row_of)
+
+    def _run(self, instance: Instance, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        results, node = self._running.call(instance, compiled, inputs)
+        self._ran(node)
+        return results
+
+    @contextlib.contextmanager
+    def _around(self, index: int, pair: _Pair[R], backward: bool) -> Iterator[compiling.Edit | None]:
+        instance = self._running.one_of(pair.instances, backward=backward)
+        around = self._around_backward if backward else self._around_forward
+        with self._running.within(instance), around(instance.graph(index)) as edit:
+            yield edit
+
+    def _shared_with(self, pair: _Pair[R], rows: RowsOfInputs) -> Instance | None:
+        """The set of these rows, which from now on runs the pair's graphs too.
+
+        None where it is of another form, or a hook of the user wants gradients of its own.
+        """
+        row_of = None if self._share is None else rows_alike(pair.row_of_input, rows, self._unit_of)
+        if row_of is None or any(has_user_hooks(self.parameters[row]) for pairs in row_of.items() for row in pairs):
+            return None
+        instance = self._new_instance(row_of)
+        pair.instances.append(instance)
+        for graph in pair.graphs:
+            self._run_as_well(graph, instance)
+        return instance
+
+    def _run_as_well(self, graph: CompiledGraph[R], instance: Instance) -> None:
+        """Keep what a graph is for this set too, under a number of its own."""
+        assert self._share is not None
+        index, self._captured = self._captured, self._captured + 1
+        instance.graph_of[graph.index] = index
+        its = graph.of_other_rows(index, instance.pair, instance.row_of, self._unit_of)
+        if graph.kind is not GraphKind.BACKWARD:
+            self._used.update(dict.fromkeys(its.units))
+        self.graphs.append(replace(its, rewrite=self._share(graph, index, instance)))
 
     @property
     def _alive(self) -> Callable[[], Capture[R]]:
@@ -188,20 +245,26 @@ class Capture(Generic[R]):
 
         return alive
 
-    def _on_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
+    def _on_graph(self, module: fx.GraphModule, pair: _Pair[R], kind: GraphKind) -> CapturedGraph:
         graph = self._captured_graph(module, pair, kind)
+        units: tuple[int, ...] = ()
         if kind is not GraphKind.BACKWARD:
             pair.saved_views = _saved_views(graph)
-            self._used.update(dict.fromkeys(first_use_order(graph, self._unit_of)))
+            units = first_use_order(graph, self._unit_of)
+            self._used.update(dict.fromkeys(units))
         flops, masks = unit_flops(graph, self._unit_of), masks_of_positions(module.graph) if kind is GraphKind.FORWARD else 0
         started = time.perf_counter()
         result = self._rewrite(graph)
         seconds = time.perf_counter() - started
         rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
-        self.graphs.append(CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, flops, masks, result, seconds))
+        made = CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, units, flops, masks, result, seconds)
+        self.graphs.append(made)
+        pair.graphs.append(made)
+        for instance in pair.instances[1:]:
+            self._run_as_well(made, instance)
         return graph
 
-    def _captured_graph(self, module: fx.GraphModule, pair: _Pair, kind: GraphKind) -> CapturedGraph:
+    def _captured_graph(self, module: fx.GraphModule, pair: _Pair[R], kind: GraphKind) -> CapturedGraph:
         weights: dict[int, fx.Node] = {}
         views: dict[int, list[fx.Node]] = {}
         for node in module.graph.find_nodes(op="placeholder"):
@@ -218,7 +281,7 @@ class Capture(Generic[R]):
         frozen_views = {row: tuple(nodes) for row, nodes in views.items()}
         return CapturedGraph(index, pair.number, kind, module, weights, outputs, frozen_views, grads, kept)
 
-    def _gradients(self, module: fx.GraphModule, pair: _Pair) -> tuple[dict[int, int], dict[int, str]]:
+    def _gradients(self, module: fx.GraphModule, pair: _Pair[R]) -> tuple[dict[int, int], dict[int, str]]:
         output = module.graph.output_node()
         values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
         descs: Sequence[object] | None = output.meta.get("desc")
@@ -234,13 +297,13 @@ class Capture(Generic[R]):
             if index not in pair.row_of_input or not isinstance(value, fx.Node):
                 continue
             row = pair.row_of_input[index]
-            if has_user_hooks(self.parameters[row]):
-                kept[row] = "it has a gradient hook"
+            if any(has_user_hooks(self.parameters[instance.rows([row])[0]]) for instance in pair.instances):
+                kept[row] = "it has a gradient hook" + (", or one in its place in another block" if len(pair.instances) > 1 else "")
             else:
                 grads[row] = position
         return grads, kept
 
-    def _check_all_found(self, pair: _Pair, weights: Mapping[int, fx.Node]) -> None:
+    def _check_all_found(self, pair: _Pair[R], weights: Mapping[int, fx.Node]) -> None:
         missing = sorted(set(pair.row_of_input.values()) - set(weights))
         if missing:
             raise CaptureError(
@@ -249,45 +312,33 @@ class Capture(Generic[R]):
             )
 
 
+@dataclass(frozen=True)
+class _Graphs(Generic[R]):
+    """What runs a pair with one set of parameters. It does not keep the capture alive."""
+
+    alive: Callable[[], Capture[R]]
+    pair: _Pair[R]
+    instance: Instance
+    compiled: Callable[..., Any]
+    copies: InputCopies | None
+
+    @cached_property
+    def _call(self) -> Callable[..., Any]:
+        return self.compiled if self.copies is None else with_copies(self.compiled, self.copies)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.alive()._run(self.instance, self._call, inputs)
+
+    def reads_like(self, copies: InputCopies | None) -> bool:
+        """Whether a set with these copies reads copies in the same places."""
+        own, other = (() if of is None else tuple(of.copies) for of in (self.copies, copies))
+        return own == other
+
+
 def _traced_with(inputs: Sequence[Any], copies: Mapping[int, torch.Tensor]) -> Sequence[Any]:
     if not copies:
         return inputs
     return [traced_form(copies[i], requires_grad=e.requires_grad) if i in copies else e for i, e in enumerate(inputs)]
-
-
-def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The units in the order in which a forward graph first reads any of their weights."""
-    order = dataflow.Order.of(graph.module.graph)
-    first: dict[int, int] = {}
-    for row, holder in graph.weights.items():
-        for reader in dataflow.readers([holder]):
-            if reader.op != "output":
-                unit = unit_of[row]
-                first[unit] = min(first.get(unit, order.position[reader]), order.position[reader])
-    return tuple(sorted(first, key=first.__getitem__))
-
-
-def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, float]:
-    """Floating-point operations of each unit in this graph, by torch's formulas.
-
-    The formulas are in `torch.utils.flop_counter`.
-
-    A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the
-    unit of the node before it. Nodes before the first such node belong to the first unit met.
-    """
-    owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
-    owner.update({dataflow.view_base(graph.gradient(row)): unit_of[row] for row in graph.grads})
-    total: dict[int, float] = {}
-    unit: int | None = None
-    pending = 0.0
-    for node in graph.module.graph.nodes:
-        if node.op == "output":
-            break
-        unit = owner.get(node, unit)
-        pending += node_flops(node)
-        if unit is not None:
-            total[unit], pending = total.get(unit, 0.0) + pending, 0.0
-    return total
 
 
 def has_user_hooks(parameter: nn.Parameter) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from torch import fx
+
+from hytrain_fx.capture import dataflow
+from hytrain_fx.capture.dataflow import node_flops
 
 R = TypeVar("R")
 
@@ -70,6 +73,7 @@ class CapturedGraph:
 class CompiledGraph(Generic[R]):
     """What is kept of a captured graph: its place, each unit's FLOPs, and the rewrite's result.
 
+    units                in the order in which a forward first reads their weights
     masks_of_positions   attention calls whose mask no input of the graph has a part in
     """
 
@@ -79,7 +83,57 @@ class CompiledGraph(Generic[R]):
     rows: tuple[int, ...]
     grad_rows: tuple[int, ...]
     kept_grads: Mapping[int, str]
+    units: tuple[int, ...]
     unit_flops: Mapping[int, float]
     masks_of_positions: int
     rewrite: R
     rewrite_seconds: float
+
+    def of_other_rows(self, index: int, pair: int, row_of: Mapping[int, int], unit_of: Mapping[int, int]) -> CompiledGraph[R]:
+        """The same code as another set of parameters runs it, but for the rewrite's result.
+
+        row_of     by row of this graph: the one in its place
+        unit_of    the unit of each row
+        """
+        units = {unit_of[row]: unit_of[its] for row, its in row_of.items()}
+        rows, grad_rows = (tuple(row_of[row] for row in rows) for rows in (self.rows, self.grad_rows))
+        kept_grads = {row_of[row]: why for row, why in self.kept_grads.items()}
+        return replace(
+            self, index=index, pair=pair, rows=rows, grad_rows=grad_rows, kept_grads=kept_grads,
+            units=tuple(units[unit] for unit in self.units), unit_flops={units[unit]: flops for unit, flops in self.unit_flops.items()},
+            rewrite_seconds=0.0)
+
+
+def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:
+    """The units in the order in which a forward graph first reads any of their weights."""
+    order = dataflow.Order.of(graph.module.graph)
+    first: dict[int, int] = {}
+    for row, holder in graph.weights.items():
+        for reader in dataflow.readers([holder]):
+            if reader.op != "output":
+                unit = unit_of[row]
+                first[unit] = min(first.get(unit, order.position[reader]), order.position[reader])
+    return tuple(sorted(first, key=first.__getitem__))
+
+
+def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, float]:
+    """Floating-point operations of each unit in this graph, by torch's formulas.
+
+    The formulas are in `torch.utils.flop_counter`.
+
+    A node belongs to the unit whose weight it reads or whose gradient it makes; any other to the
+    unit of the node before it. Nodes before the first such node belong to the first unit met.
+    """
+    owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
+    owner.update({dataflow.view_base(graph.gradient(row)): unit_of[row] for row in graph.grads})
+    total: dict[int, float] = {}
+    unit: int | None = None
+    pending = 0.0
+    for node in graph.module.graph.nodes:
+        if node.op == "output":
+            break
+        unit = owner.get(node, unit)
+        pending += node_flops(node)
+        if unit is not None:
+            total[unit], pending = total.get(unit, 0.0) + pending, 0.0
+    return total

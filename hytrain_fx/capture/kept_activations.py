@@ -53,7 +53,7 @@ def _kept(graph: CapturedGraph) -> Iterator[tuple[fx.Node, torch.Tensor]]:
 
 
 def _units(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[fx.Node, int]:
-    """The unit of each node but inputs and output, as `backend.unit_flops` has it."""
+    """The unit of each node but inputs and output, as `captured_graph.unit_flops` has it."""
     owner = {reader: unit_of[row] for row in graph.held_rows for reader in dataflow.readers(graph.holders(row))}
     owner.update({dataflow.view_base(graph.gradient(row)): unit_of[row] for row in graph.grads})
     nodes = [node for node in graph.module.graph.nodes if node.op not in ("placeholder", "output")]

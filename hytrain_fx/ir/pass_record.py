@@ -5,11 +5,14 @@ Texts and numbers only, no graph.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Notes = tuple[str, ...]
 """What one pass says of its work, for people."""
+INSERTED_CALL = re.compile(r"torch\.ops\.hytrain_fx\.(?P<op>\w+)\.default\(.*\[(?P<rows>[\d, ]*)\]\)")
+"""A node of ours in a graph's text. Its rows are the last argument, a list of integers."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,12 @@ class NodeNote:
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
     made_by: str = ""
+
+    def of_other_rows(self, row_of: Mapping[int, int], unit_of: Mapping[int, int]) -> NodeNote:
+        """The same of the node when it acts for other rows, in whose order these are."""
+        reads, makes = (tuple(row_of[row] for row in rows) for rows in (self.reads, self.makes))
+        return replace(self, unit=None if self.unit is None else unit_of[self.unit],
+                       holds=None if self.holds is None else row_of[self.holds], reads=reads, makes=makes)
 
     def __str__(self) -> str:
         parts = [f"unit {self.unit}" if self.unit is not None else ""]
@@ -68,3 +77,24 @@ class PipelineRecord:
         """The graph's Python text as captured ("captured") and after each pass, by pass name."""
         first = (("captured", self.passes[0].before),) if self.passes else ()
         return first + tuple((record.name, record.after) for record in self.passes)
+
+    def of_other_rows(self, row_of: Mapping[int, int], unit_of: Mapping[int, int], code: str) -> PipelineRecord:
+        """The same of a graph that runs the code of this one for other rows.
+
+        code    the name of this graph
+        """
+        first, *others = (
+            replace(one, duration_us=0.0, before=_text_of(one.before, row_of), after=_text_of(one.after, row_of)) for one in self.passes)
+        shared = replace(first, notes=(*first.notes, f"runs the code of {code}"))
+        return PipelineRecord((shared, *others), {name: note.of_other_rows(row_of, unit_of) for name, note in self.nodes.items()})
+
+
+def _text_of(text: str, row_of: Mapping[int, int]) -> str:
+    """A graph's text with other rows in the calls of our nodes."""
+
+    def call(found: re.Match[str]) -> str:
+        begin, end = (at - found.start() for at in found.span("rows"))
+        rows = ", ".join(str(row_of[int(row)]) for row in found["rows"].split(",") if row.strip())
+        return found[0][:begin] + rows + found[0][end:]
+
+    return INSERTED_CALL.sub(call, text)

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from hytrain_fx.errors import ConfigError, HytrainWarning
+from hytrain_fx.ir.pass_record import PassRecord
 
 
 class GraphDump:
@@ -34,14 +35,14 @@ class GraphDump:
             raise ConfigError(f"option dump={str(folder)!r} cannot be written: {error}; expected a folder that is there or can be made, "
                               "with room on its disk") from error
 
-    def write(self, graph: str, number: int, name: str, before: str, after: str) -> None:
-        """The two texts of pass `name`, the `number`th over `graph` (`01.backward`)."""
+    def write(self, graph: str, number: int, record: PassRecord) -> None:
+        """The two texts of a pass, the `number`th over `graph` (`01.backward`)."""
         if self._ended:
             return
         try:
-            for side, text in (("before", before), ("after", after)):
-                (self.folder / f"{graph}.{number:02}.{name}.{side}.txt").write_text(text + "\n", encoding="utf-8")
+            for side, text in (("before", record.before), ("after", record.after)):
+                (self.folder / f"{graph}.{number:02}.{record.name}.{side}.txt").write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             self._ended = True
-            warnings.warn(f"the dump in {str(self.folder)!r} ends before {graph}.{number:02}.{name}, training goes on: {error}. "
+            warnings.warn(f"the dump in {str(self.folder)!r} ends before {graph}.{number:02}.{record.name}, training goes on: {error}. "
                           f"Make room there, or leave dump out", HytrainWarning, stacklevel=2)

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hytrain_fx.capture.instance_graphs import Running
 from hytrain_fx.errors import EngineError, UnsupportedError
 
 NAMESPACE = "hytrain_fx"
@@ -75,32 +76,40 @@ class StepNodes(Protocol):
 
 
 class NodeRegistry:
-    """Finds the `StepNodes` of a session number, which is baked in the graphs."""
+    """Finds the `StepNodes` of a session number, which is baked in the graphs.
+
+    And for which rows a node acts.
+    """
 
     def __init__(self) -> None:
         self._sessions: dict[int, StepNodes] = {}
+        self._running: dict[int, Running] = {}
         self._parameters: dict[int, Sequence[torch.Tensor]] = {}
         self._copies: dict[int, Mapping[int, torch.Tensor]] = {}
         self._opened = 0
 
     def register(
-        self, nodes: StepNodes, parameters: Sequence[torch.Tensor] = (), copies: Mapping[int, torch.Tensor] = MappingProxyType({})
+        self, nodes: StepNodes, parameters: Sequence[torch.Tensor] = (), copies: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        running: Running | None = None,
     ) -> int:
         """Open a session for `nodes` and return its number: 0, 1, 2... in the order of calls.
 
         With `parameters` (by row), each `wait` checks that it was given these or `copies`, and not
-        tensors made of them ahead of it.
+        tensors made of them ahead of it. `running` says for which set of parameters a graph runs
+        that several share.
         """
         session = self._opened
         self._opened += 1
         self._sessions[session] = nodes
         self._parameters[session] = parameters
         self._copies[session] = copies
+        self._running[session] = running or Running()
         return session
 
     def unregister(self, session: int) -> None:
         """Close a session; a node of one of its graphs that runs later is an EngineError."""
         self._sessions.pop(session, None)
+        self._running.pop(session, None)
         self._parameters.pop(session, None)
         self._copies.pop(session, None)
 
@@ -113,12 +122,21 @@ class NodeRegistry:
             if weight is not parameters[row] and weight.data_ptr() != parameters[row].data_ptr():
                 raise EngineError(_other_tensor(row, weight, parameters[row]))
 
-    def find(self, session: int) -> StepNodes:
-        """The nodes of a session. Raises EngineError where it was never opened or is closed."""
+    def find(self, session: int, named: Sequence[int]) -> tuple[StepNodes, Sequence[int]]:
+        """The nodes of a session, and the rows that a node acts for which names these.
+
+        Raises EngineError where it was never opened or is closed.
+        """
         try:
-            return self._sessions[session]
+            nodes, instance = self._sessions[session], self._running[session].instance
         except KeyError:
             raise self._unknown(session) from None
+        return nodes, named if instance is None else instance.rows(named)
+
+    def graph(self, session: int, named: int) -> int:
+        """The number of the running graph, of an open session; its nodes say this one."""
+        instance = self._running[session].instance
+        return named if instance is None else instance.graph(named)
 
     def _unknown(self, session: int) -> EngineError:
         state = "is closed" if 0 <= session < self._opened else "was never opened in this process"
@@ -142,27 +160,31 @@ def _other_tensor(row: int, found: torch.Tensor, parameter: torch.Tensor) -> str
 NODES = NodeRegistry()
 
 
-def _grad_offload(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
-    NODES.find(session).grad_offload(rows, grads)
+def _grad_offload(grads: list[torch.Tensor], session: int, named: list[int]) -> torch.Tensor:
+    nodes, rows = NODES.find(session, named)
+    nodes.grad_offload(rows, grads)
     return grads[0].new_empty(0)
 
 
-def _cpu_step(token: torch.Tensor, session: int, rows: list[int]) -> torch.Tensor:
-    NODES.find(session).cpu_step(rows)
+def _cpu_step(token: torch.Tensor, session: int, named: list[int]) -> torch.Tensor:
+    nodes, rows = NODES.find(session, named)
+    nodes.cpu_step(rows)
     return token.new_empty(0)
 
 
-def _gpu_step(token: torch.Tensor, session: int, rows: list[int]) -> torch.Tensor:
-    NODES.find(session).gpu_step(rows)
+def _gpu_step(token: torch.Tensor, session: int, named: list[int]) -> torch.Tensor:
+    nodes, rows = NODES.find(session, named)
+    nodes.gpu_step(rows)
     return token.new_empty(0)
 
 
-def _reload(token: torch.Tensor, session: int, rows: list[int]) -> None:
-    NODES.find(session).reload(rows)
+def _reload(token: torch.Tensor, session: int, named: list[int]) -> None:
+    nodes, rows = NODES.find(session, named)
+    nodes.reload(rows)
 
 
-def _offload_and_step(grads: list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:
-    nodes = NODES.find(session)
+def _offload_and_step(grads: list[torch.Tensor], session: int, named: list[int]) -> torch.Tensor:
+    nodes, rows = NODES.find(session, named)
     nodes.grad_offload(rows, grads)
     nodes.cpu_step(rows)
     nodes.gpu_step(rows)
@@ -170,26 +192,30 @@ def _offload_and_step(grads: list[torch.Tensor], session: int, rows: list[int]) 
     return grads[0].new_empty(0)
 
 
-def _release(readers: list[torch.Tensor], session: int, rows: list[int]) -> None:
-    NODES.find(session).release(rows)
+def _release(readers: list[torch.Tensor], session: int, named: list[int]) -> None:
+    nodes, rows = NODES.find(session, named)
+    nodes.release(rows)
 
 
-def _backward_end(deps: list[torch.Tensor], session: int, graph: int, rows: list[int]) -> None:
-    NODES.find(session).backward_end(graph, rows)
+def _backward_end(deps: list[torch.Tensor], session: int, graph: int, named: list[int]) -> None:
+    nodes, rows = NODES.find(session, named)
+    nodes.backward_end(NODES.graph(session, graph), rows)
 
 
-def _wait(weights: list[torch.Tensor], session: int, rows: list[int]) -> None:
-    nodes = NODES.find(session)
+def _wait(weights: list[torch.Tensor], session: int, named: list[int]) -> None:
+    nodes, rows = NODES.find(session, named)
     NODES.check_uncopied(session, rows, weights)
     nodes.wait(rows)
 
 
-def _fetch(weights: list[torch.Tensor], session: int, after: list[torch.Tensor], rows: list[int]) -> None:
-    NODES.find(session).fetch(rows)
+def _fetch(weights: list[torch.Tensor], session: int, after: list[torch.Tensor], named: list[int]) -> None:
+    nodes, rows = NODES.find(session, named)
+    nodes.fetch(rows)
 
 
-def _let_go(readers: list[torch.Tensor], session: int, rows: list[int]) -> None:
-    NODES.find(session).let_go(rows)
+def _let_go(readers: list[torch.Tensor], session: int, named: list[int]) -> None:
+    nodes, rows = NODES.find(session, named)
+    nodes.let_go(rows)
 
 
 def _fake_token(of: torch.Tensor | list[torch.Tensor], session: int, rows: list[int]) -> torch.Tensor:

@@ -69,6 +69,11 @@ def chosen_passes(given: Sequence[Any] | None, *, streamed: bool = False) -> tup
     return passes
 
 
+def are_own(passes: Sequence[GraphPass]) -> bool:
+    """Whether all are ours: what they do depends on the form of a graph's rows and units alone."""
+    return all(one in DEFAULT_PASSES or one in STREAMED_PASSES for one in passes)
+
+
 def of_kind(passes: Sequence[GraphPass], kind: GraphKind) -> tuple[GraphPass, ...]:
     """Those that are for this kind of graph, in order."""
     return tuple(one for one in passes if kind in one.contract.kinds)
@@ -124,7 +129,7 @@ def run_passes(
         text = record.after
         records.append(record)
         if dump is not None:
-            dump.write(graph.name, number, record.name, record.before, record.after)
+            dump.write(graph.name, number, record)
     return PipelineRecord(tuple(records), {node.name: note(node) for node in graph.module.graph.nodes})
 
 

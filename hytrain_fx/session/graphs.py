@@ -22,9 +22,10 @@ import torch
 from torch import fx, nn
 
 from hytrain_fx.capture.backend import Capture, has_user_hooks
-from hytrain_fx.capture.captured_graph import CapturedGraph, GraphKind
+from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind
 from hytrain_fx.capture.casts import InputCopies
 from hytrain_fx.capture.handed_out import rows_handed_out
+from hytrain_fx.capture.instance_graphs import Instance
 from hytrain_fx.capture.kept_activations import kept_bytes
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
@@ -37,14 +38,14 @@ from hytrain_fx.passes.graph_dump import GraphDump
 from hytrain_fx.passes.insert_fetches import fetching_calls
 from hytrain_fx.passes.insert_grad_offload import offloading_calls
 from hytrain_fx.passes.insert_waits import waited_rows
-from hytrain_fx.passes.pipeline import rewrite
+from hytrain_fx.passes.pipeline import are_own, rewrite
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.side_stream import BackwardStreams
 from hytrain_fx.runtime.states.pieces import PieceRows
 from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.eager_reads import EagerReads
 from hytrain_fx.session.nodes import SessionNodes
-from hytrain_fx.torch_private.autograd import compiled_node, reading_save_hook, running_node
+from hytrain_fx.torch_private.autograd import reading_save_hook, running_node
 from hytrain_fx.torch_private.compiling import Edit
 from hytrain_fx.torch_private.tensors import any_tensor_hooks, count_accumulate_hooks, without_torch_function
 from hytrain_fx.weights.autocast_copies import AutocastCopies
@@ -104,13 +105,13 @@ class SessionGraphs:
         self._streams = BackwardStreams(table.device)
         self._copies = copies
         self._streamed = streamed
-        self._kept_bytes: dict[int, int] = {}  # by number of a unit
+        self._kept_bytes: dict[int, dict[int, int]] = {}  # by backward graph, and number of a unit
         self._anew = False  # whether all is to be captured again
         self._kept: dict[int, nn.Parameter] = {}  # by row: parameters whose gradients the graphs do not return
         self._own_hooks = 0  # post-accumulate hooks on these, when they were last looked at
         self.capture: Capture[PipelineRecord] = Capture(
             table.names, table.parameters, units, self._rewrite, self._around_backward, self._around_forward, self._call, phase,
-            self._copies_for)
+            self._copies_for, nodes.gradients.parts.forward_ran, nodes.running, self._share if are_own(passes) else None)
 
     def _copies_for(self, gm: fx.GraphModule, inputs: Sequence[Any], row_of_input: Mapping[int, int]) -> InputCopies | None:
         if self._streamed.wanted:
@@ -122,24 +123,46 @@ class SessionGraphs:
         record = rewrite(graph, session=self._session, units=self._units, passes=self._passes, dump=self._dump)
         self._fetches[graph.index] = fetching_calls(graph.module)
         if graph.kind is GraphKind.BACKWARD:
-            for unit, nbytes in kept.items():
-                self._kept_bytes[unit] = max(self._kept_bytes.get(unit, 0), nbytes)
-            self._read[graph.index] = self._inputs[graph.pair]
-            self._nodes.graph_rows[graph.index] = frozenset(graph.grads)
-            self._nodes.captured_rows |= frozenset(graph.grads)
-            self._nodes.graph_calls[graph.index] = offloading_calls(graph.module)
-            self._grads[graph.index] = graph.grads
-            self._kept.update((row, self._table.parameters[row]) for row in graph.grads)
+            self._kept_bytes[graph.index] = kept
+            self._note_backward(graph.index, graph.pair, graph.grads, offloading_calls(graph.module))
         else:
-            self._inputs[graph.pair] = tuple(self._table.parameters[row] for row in graph.weights)
-            self._nodes.graph_waits[graph.index] = waited_rows(graph.module)
-            self._number_units()
+            self._note_forward(graph.index, graph.pair, graph.weights, waited_rows(graph.module))
         return record
+
+    def _share(self, graph: CompiledGraph[PipelineRecord], index: int, instance: Instance) -> PipelineRecord:
+        """Another set of parameters runs this graph's code, as graph number `index`."""
+        nodes, row_of, unit_of = self._nodes, instance.row_of, unit_of_rows(self._units)
+        unit = {unit_of[row]: unit_of[its] for row, its in row_of.items()}
+        self._fetches[index] = tuple((tuple(instance.rows(rows)), gradients) for rows, gradients in self._fetches[graph.index])
+        if graph.kind is GraphKind.BACKWARD:
+            self._kept_bytes[index] = {unit[of]: nbytes for of, nbytes in self._kept_bytes[graph.index].items()}
+            grads = {row_of[row]: position for row, position in self._grads[graph.index].items()}
+            self._note_backward(index, instance.pair, grads, tuple(tuple(instance.rows(rows)) for rows in nodes.graph_calls[graph.index]))
+        else:
+            self._note_forward(index, instance.pair, instance.rows(graph.rows), nodes.graph_waits[graph.index])
+        record = graph.rewrite.of_other_rows(row_of, unit, f"{graph.index:02}.{graph.kind}")
+        if self._dump is not None:
+            for number, one in enumerate(record.passes):
+                self._dump.write(f"{index:02}.{graph.kind}", number, one)
+        return record
+
+    def _note_backward(self, graph: int, pair: int, grads: Mapping[int, int], calls: tuple[tuple[int, ...], ...]) -> None:
+        self._read[graph] = self._inputs[pair]
+        self._nodes.graph_rows[graph] = frozenset(grads)
+        self._nodes.captured_rows |= frozenset(grads)
+        self._nodes.graph_calls[graph] = calls
+        self._grads[graph] = grads
+        self._kept.update((row, self._table.parameters[row]) for row in grads)
+
+    def _note_forward(self, graph: int, pair: int, rows: Iterable[int], waits: int) -> None:
+        self._inputs[pair] = tuple(self._table.parameters[row] for row in rows)
+        self._nodes.graph_waits[graph] = waits
+        self._number_units()
 
     @property
     def kept_bytes(self) -> tuple[int, ...]:
         """By unit, in the forward's order: the most that any forward keeps for its backward."""
-        return tuple(self._kept_bytes.get(number, 0) for number in self.capture.unit_order)
+        return tuple(max((of.get(number, 0) for of in self._kept_bytes.values()), default=0) for number in self.capture.unit_order)
 
     @whole()
     def _read_eagerly(self, unit: int) -> None:
@@ -190,9 +213,7 @@ class SessionGraphs:
     def _call(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
         self._show_to_save_hook(inputs)
         with self._in_graph():
-            results = compiled(*inputs)
-        self._nodes.gradients.parts.forward_ran(compiled_node(results))
-        return results
+            return compiled(*inputs)
 
     def _show_to_save_hook(self, inputs: Iterable[Any]) -> None:
         """A graph with these inputs is about to run: a hook on saved tensors finds its weights.

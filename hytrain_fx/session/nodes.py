@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from hytrain_fx.capture.instance_graphs import Running
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
 from hytrain_fx.errors import DroppedNodeError
@@ -53,6 +54,7 @@ class SessionNodes:
         self.gradients.parts.ranks_average = self.averaged is not None
         self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates, self.fetched)
                          if self.averaged else None)
+        self.running = Running()
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.captured_rows: frozenset[int] = frozenset()  # rows that any backward graph offloads

@@ -108,7 +108,7 @@ class Session:
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks, self.ranks)
         self.resources.allocate(self.planning.first_placement(), self.ranks)
-        self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors)
+        self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors, self.nodes.running)
         copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,

@@ -6,7 +6,7 @@ forward saves for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import cache
 from typing import Any, cast
@@ -65,18 +65,29 @@ def running_node() -> Node:
     return _current_node()()
 
 
-def compiled_node(results: Iterable[Any]) -> Node | None:
-    """The node that runs the backward of the compiled function that gave these results.
+def next_node_number() -> int:
+    """The number that the next node of this thread gets: they count up in each thread."""
+    return int(_next_node_number()())
 
-    It is one and the same, and lives as long as the graph. None where no gradient comes there.
+
+def node_number(node: Any) -> int:
+    """The number that a node has got."""
+    return int(node._sequence_nr())
+
+
+def compiled_nodes(results: Iterable[Any], since: int = 0) -> Iterator[Node]:
+    """The nodes that run backwards of compiled functions, as these results lead to them.
+
+    Of the function that gave them it is one and the same, and lives as long as the graph. A result
+    that is an input passed on leads to a function before it, whose number is lower: than `since`,
+    where that is what `next_node_number` was before the call.
     """
     for result in results:
         node: Any = result.grad_fn if isinstance(result, Tensor) else None
         while node is not None and not isinstance(node, BackwardCFunction):  # a view that torch has made of a result
             node = next((before for before, _ in node.next_functions if before is not None), None)
-        if node is not None:
-            return cast(Node, node)
-    return None
+        if node is not None and node_number(node) >= since:
+            yield cast(Node, node)
 
 
 def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
@@ -130,3 +141,8 @@ def _current_node() -> Callable[[], Node]:
 @cache  # every inserted node asks for it
 def _graph_task_id() -> Callable[[], int]:
     return cast(Callable[[], int], private_name("torch._C", "_current_graph_task_id"))
+
+
+@cache  # every compiled forward asks for it
+def _next_node_number() -> Callable[[], int]:
+    return cast(Callable[[], int], private_name("torch.autograd", "_get_sequence_nr"))

@@ -109,7 +109,7 @@ class FetchedUnits:
         return self._pool.nbytes
 
     def slot_bytes_for(self, rows: Iterable[int]) -> int:
-        """Bytes of the slots for the units of these rows, once as many as planned are there at once."""
+        """Bytes of the slots for these rows, once as many units as planned are there."""
         sizes: dict[int, list[int]] = {}
         for row in sorted(rows):
             sizes.setdefault(self._unit_of[row], []).append(self.nbytes(row))

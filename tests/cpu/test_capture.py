@@ -231,7 +231,7 @@ def test_flops_agree_with_torch() -> None:
     model, batches = models.cnn()
     captured, units = capture_only(copy.deepcopy(model), batches[0])
     unit_of = {row: unit.number for unit in units for row in unit.rows}
-    from hytrain_fx.capture.backend import unit_flops
+    from hytrain_fx.capture.captured_graph import unit_flops
 
     forward, backward = (unit_flops(graph, unit_of) for graph in captured)
     with FlopCounterMode(display=False) as counter:

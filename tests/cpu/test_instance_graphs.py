@@ -1,22 +1,29 @@
 """Blocks of one class around graph breaks: Dynamo captures one graph for all of them.
 
-Ours have one graph for each block's parameters.
+Those whose parameters have one form share its code, each as a graph of its own.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.capture.captured_graph import GraphKind
+from hytrain_fx.capture.instance_graphs import rows_alike
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.passes.base import PassContext
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HandAdam, assert_same, weights
@@ -126,3 +133,207 @@ def test_blocks_of_one_class_train_as_plain(case: str, evaluates: bool, sizes: t
         assert taken == set(range(len(session.table))) - eager
         hytrain_fx.close(model)
         assert_same(weights(model), weights(plain))
+
+
+# ---- Which sets share their graphs ----
+
+
+class Passing(Block):
+    """Gives its input back too, as the first result: that has the node of the block before it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        torch._dynamo.graph_break()
+        return x, self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """Blocks that each pass their input on; the sum of all values is the loss."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Passing() for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for block in self.blocks:
+            before, x = block(x)
+            total = total + before.square().mean()
+        return total + x.square().mean()
+
+
+def _ours(model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    optimizer = torch.optim.AdamW(_trained(model), lr=1e-2)  # type: ignore[arg-type]
+    return hytrain_fx.compile(model, optimizer, k=0, engine="native", warmup_steps=10**6, **options)
+
+
+def _compiled(session: Any) -> list[int]:
+    """The numbers of graphs that were compiled, not shared."""
+    return [graph.index for graph in session.capture.graphs if not graph.rewrite.passes[0].notes[-1].startswith("runs the code of")]
+
+
+def test_blocks_of_one_form_are_compiled_once() -> None:
+    """Ten blocks of one form have a graph number each and one compilation each way.
+
+    The first one is apart: its input takes no gradient. So is the second, which is where the break
+    is.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Model(12))
+    _train(model, optimizer, evaluates=False, sizes=(4,))
+    graphs = session_of(model).capture.graphs
+    assert len(graphs) == 24
+    assert len(_compiled(session_of(model))) == 6
+    rows = [graph.grad_rows for graph in graphs if graph.kind is GraphKind.BACKWARD]
+    assert sorted(row for of in rows for row in of) == list(range(48))
+    hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("case", ["two with one weight", "one of them frozen"])
+def test_a_set_of_another_form_has_its_own_graphs(case: str) -> None:
+    """A tied weight, which is another unit's, and a frozen block are compiled apart."""
+    torch._dynamo.reset()
+    model, optimizer = _ours(_made(case))
+    _train(model, optimizer, evaluates=False, sizes=(4,))
+    assert len(_compiled(session_of(model))) == len(session_of(model).capture.graphs)
+    hytrain_fx.close(model)
+
+
+def test_passes_of_the_user_see_each_set() -> None:
+    """A pass that is not ours may look at rows by name: nothing is shared."""
+    torch._dynamo.reset()
+
+    def looks(module: torch.fx.GraphModule, context: PassContext) -> str:
+        return "looked"
+
+    model, optimizer = _ours(Model(5), passes=[*hytrain_fx.DEFAULT_PASSES, looks])
+    _train(model, optimizer, evaluates=False, sizes=(4,))
+    assert len(_compiled(session_of(model))) == len(session_of(model).capture.graphs) == 10
+    hytrain_fx.close(model)
+
+
+def _twice(model: Any, optimizer: Any) -> list[float]:
+    """Two calls for one backward, a call beside an open one, then gradients by hand."""
+    losses = []
+    for x in torch.randn(STEPS, 2, 4, WIDTH, generator=torch.Generator().manual_seed(1)):
+        first, second = model(x[0]), model(x[1])
+        (first + second).backward()
+        third, fourth = model(x[0] + x[1]), model(x[0] - x[1])
+        third.backward()
+        fourth.backward()
+        trained = _trained(model)
+        by_hand = torch.autograd.grad(model(x[1]), trained)
+        for parameter, grad in zip(trained, by_hand, strict=True):
+            parameter.grad = parameter.grad + grad  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(of.detach()) for of in (first, second, third, fourth)]
+    return losses
+
+
+@pytest.mark.parametrize("make", [lambda: Model(6), lambda: Chain(6)], ids=["values", "inputs passed on"])
+def test_each_backward_knows_whose_it_is(make: Callable[[], nn.Module]) -> None:
+    """Open calls of shared graphs, and torch.autograd.grad, give the bits of plain."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = make()
+    expected = _twice(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(make())
+    assert _twice(model, optimizer) == expected
+    assert len(_compiled(session_of(model))) < len(session_of(model).capture.graphs)
+    hytrain_fx.close(model)
+    assert_same(weights(model), weights(plain))
+
+
+def test_a_hook_on_one_block_alone() -> None:
+    """A hook that comes to one block of several that share sees its gradients, bits as plain."""
+
+    def run(model: Any, optimizer: Any) -> tuple[list[float], list[float]]:
+        seen: list[float] = []
+        torch.manual_seed(1)
+        losses = []
+        for step in range(6):
+            if step == 3:
+                model.blocks[3].up.weight.register_hook(lambda grad: seen.append(float(grad.sum())))
+            loss = model(torch.randn(4, WIDTH))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses, seen
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Model(6)
+    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Model(6))
+    assert run(model, optimizer) == expected
+    assert len(expected[1]) == 3
+    hytrain_fx.close(model)
+
+
+def test_two_threads_run_one_graph_with_sets_of_their_own() -> None:
+    """Each thread's backwards are those of its calls: halves of a batch, added, as in plain."""
+
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for x in torch.randn(4, 2, 4, WIDTH, generator=torch.Generator().manual_seed(1)):
+            with ThreadPoolExecutor(1) as pool:
+                halves = [pool.submit(model, x[0]).result(), model(x[1])]
+            (halves[0] + halves[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [float(of.detach()) for of in halves]
+        return losses
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Model(6)
+    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Model(6))
+    assert run(model, optimizer) == expected
+    hytrain_fx.close(model)
+
+
+def test_inspect_and_dumps_name_the_rows_of_each_set(tmp_path: Path) -> None:
+    """Each graph's text, notes and dump have its own rows, and say whose code it runs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Model(5), dump=tmp_path)
+    _train(model, optimizer, evaluates=False, sizes=(4,))
+    inspection = hytrain_fx.inspect(model)
+    found = inspection.find("blocks.4")
+    assert {node.op for node in found} >= {"wait", "grad_offload", "cpu_step", "release"}
+    assert all(set(node.layers) == {"blocks.4"} for node in found)
+    names = {node.graph for node in found}
+    assert len(names) == 2
+    assert str(inspection).count("runs the code of 02.forward") == 2
+    for name in names:
+        of_pass = "insert_waits" if "forward" in name else "insert_steps"
+        (text,) = [path.read_text() for path in tmp_path.glob(f"{name}.*.{of_pass}.after.txt")]
+        assert re.search(r"hytrain_fx\.(wait|cpu_step)\.default\(.*\[16[,\]]", text)
+    hytrain_fx.close(model)
+
+
+@given(st.data())
+def test_sets_are_alike_as_their_order_and_units_are(data: st.DataObject) -> None:
+    """A shifted set is alike; one with two rows exchanged, a tied row or another unit is not."""
+    count = data.draw(st.integers(2, 6))
+    unit_of_place = sorted(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
+    unit_of = {row: 3 * (row // count) + unit_of_place[row % count] for row in range(3 * count)}
+    places = data.draw(st.permutations(range(count)))
+    of, other = ({place: count * block + row for place, row in enumerate(places)} for block in (0, 2))
+    assert rows_alike(of, other, unit_of) == {row: row + 2 * count for row in range(count)}
+    first, second = data.draw(st.permutations(range(count)))[:2]
+    assert rows_alike(of, other | {first: other[second], second: other[first]}, unit_of) is None
+    assert rows_alike(of, other | {first: other[second]}, unit_of) is None
+    assert rows_alike(of, {place: row for place, row in other.items() if place != first}, unit_of) is None
+    moved = unit_of | {other[first]: 100}
+    alone = list(unit_of_place).count(unit_of_place[places[first]]) == 1 and places[first] == count - 1
+    assert (rows_alike(of, other, moved) is None) != alone

@@ -142,9 +142,9 @@ def test_a_closed_and_an_unknown_session_are_told_apart() -> None:
     number = registry.register(Calls())
     registry.unregister(number)
     with pytest.raises(EngineError, match=r"session 0, which is closed"):
-        registry.find(0)
+        registry.find(0, [])
     with pytest.raises(EngineError, match=r"session 7, which was never opened"):
-        registry.find(7)
+        registry.find(7, [])
 
 
 def test_a_wait_on_a_copy_is_an_error() -> None:

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# The rows are the last argument, a list of integers.
-_CALL = re.compile(r"torch\.ops\.hytrain_fx\.(?P<op>\w+)\.default\(.*\[(?P<rows>[\d, ]*)\]\)")
+from hytrain_fx.ir.pass_record import INSERTED_CALL
+
 _OTHER_CALL = re.compile(r" = torch\.ops\.(?P<op>[\w.]+)\(")
 _NAME = re.compile(r"\s*(?P<name>\w+)(?:: \"[^\"]*\")? = ")
 _DELETIONS = re.compile(r";  [\w =]* = None$")
@@ -42,7 +42,7 @@ def inserted_lines(text: str, names: Collection[str] = ()) -> Iterator[InsertedL
     Ours, and nodes of other operators that `names` names.
     """
     for number, line in enumerate(text.splitlines()):
-        named, ours = _NAME.match(line), _CALL.search(line)
+        named, ours = _NAME.match(line), INSERTED_CALL.search(line)
         name = named["name"] if named else ""
         if ours:
             yield InsertedLine(number, name, ours["op"], tuple(int(row) for row in ours["rows"].split(",") if row.strip()), line)
