@@ -6,7 +6,7 @@
 
 Example inputs are the real Parameters, so a graph's placeholders and gradient outputs map to rows
 by identity, through `meta["desc"]`. A backward graph is compiled at the first backward, long after
-its forward graph; what the two share lives in one `_Pair` per call of the backend. A recompile (a
+its forward graph; what the two share lives in one `Pair` per call of the backend. A recompile (a
 new shape, a new branch) is a new pair, rewritten again with the same rows.
 
 Blocks of one class around graph breaks are called with the same Dynamo graph. Other parameters of
@@ -28,45 +28,35 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
 from torch.autograd.graph import Node
 
-from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.attention_masks import masks_of_positions
-from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind, first_use_order, unit_flops
-from hytrain_fx.capture.casts import InputCopies, with_copies
+from hytrain_fx.capture.captured_graph import (
+    CapturedGraph,
+    CompiledGraph,
+    GraphKind,
+    first_use_order,
+    may_move_weights,
+    saved_views,
+    unit_flops,
+)
+from hytrain_fx.capture.casts import InputCopies
 from hytrain_fx.capture.instance_graphs import Instance, RowsOfInputs, Running, by_parameters, rows_alike
+from hytrain_fx.capture.pairs import Pair, PairGraphs, has_user_hooks
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import CaptureError, EngineError, UnsupportedError
 from hytrain_fx.ir.startup import Phase
-from hytrain_fx.torch_private import compiling, tensors
+from hytrain_fx.torch_private import compiling
 from hytrain_fx.torch_private.options import graph_options
 from hytrain_fx.torch_private.trace import traced_form
 
 R = TypeVar("R")
-
-
-@dataclass
-class _Pair(Generic[R]):
-    """What a forward graph leaves for its backward graph.
-
-    These are the rows of the example inputs, and saved views by output name. And both, once
-    compiled, with the sets of parameters that run them, those that they were compiled for first.
-    """
-
-    row_of_input: dict[int, int]
-    instances: list[Instance]
-    saved_views: dict[str, int] = field(default_factory=dict)
-    graphs: list[CompiledGraph[R]] = field(default_factory=list)
-
-    @property
-    def number(self) -> int:
-        return self.instances[0].pair
 
 
 class Capture(Generic[R]):
@@ -153,26 +143,25 @@ class Capture(Generic[R]):
         # not live on because of it.
         alive = self._alive
         compiled = by_parameters(gm, example_inputs, lambda: alive()._row_of, lambda: partial(alive()._compile, patches=patches))
-
         return lambda *inputs: alive()._call(compiled, inputs)
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, others: Sequence[_Graphs[R]], *,
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, others: Sequence[PairGraphs[R]], *,
         patches: dict[str, Any],
-    ) -> _Graphs[R]:
+    ) -> PairGraphs[R]:
         with self._timed(Phase.COMPILE_FORWARD):
             copies = None if self._copies_for is None else self._copies_for(gm, example_inputs, rows)
         for other in others:
             if other.reads_like(copies) and (instance := self._shared_with(other.pair, rows)) is not None:
                 return replace(other, instance=instance, copies=copies)
-        pair: _Pair[R] = _Pair(rows, [self._new_instance({})])
+        pair: Pair[R] = Pair(rows, [self._new_instance({})])
         alive = self._alive
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             _refuse_cudagraphs(kwargs.get("cudagraphs", False))
             with alive()._timed(Phase.PASSES):
                 captured = alive()._on_graph(graph, pair, _kind(kwargs))
-            with compiling.layouts_kept() if _may_move_weights(captured) else contextlib.nullcontext():
+            with compiling.layouts_kept() if may_move_weights(captured) else contextlib.nullcontext():
                 compiled = compiling.compile_fx_inner(graph, inputs, **kwargs)
             # A compiled backward reads weights, which is not a touch by the user. The nodes of
             # every graph are counted.
@@ -187,25 +176,26 @@ class Capture(Generic[R]):
         with self._timed(Phase.COMPILE_FORWARD), compiling.autograd_cache_off():
             traced = example_inputs if copies is None else _traced_with(example_inputs, copies.copies)
             compiled: Callable[..., Any] = compiling.compile_fx(gm, traced, timed_compile, patches)
-        return _Graphs(self._alive, pair, pair.instances[0], compiled, copies)
+        return PairGraphs(self._alive, pair, pair.instances[0], compiled, copies)
 
     def _new_instance(self, row_of: Mapping[int, int]) -> Instance:
         self._pairs += 1
         return Instance(self._pairs - 1, row_of)
 
-    def _run(self, instance: Instance, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    def run(self, instance: Instance, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        """Call what was compiled with this set of parameters."""
         results, node = self._running.call(instance, compiled, inputs)
         self._ran(node)
         return results
 
     @contextlib.contextmanager
-    def _around(self, index: int, pair: _Pair[R], backward: bool) -> Iterator[compiling.Edit | None]:
+    def _around(self, index: int, pair: Pair[R], backward: bool) -> Iterator[compiling.Edit | None]:
         instance = self._running.one_of(pair.instances, backward=backward)
         around = self._around_backward if backward else self._around_forward
         with self._running.within(instance), around(instance.graph(index)) as edit:
             yield edit
 
-    def _shared_with(self, pair: _Pair[R], rows: RowsOfInputs) -> Instance | None:
+    def _shared_with(self, pair: Pair[R], rows: RowsOfInputs) -> Instance | None:
         """The set of these rows, which from now on runs the pair's graphs too.
 
         None where it is of another form, or a hook of the user wants gradients of its own.
@@ -245,11 +235,11 @@ class Capture(Generic[R]):
 
         return alive
 
-    def _on_graph(self, module: fx.GraphModule, pair: _Pair[R], kind: GraphKind) -> CapturedGraph:
+    def _on_graph(self, module: fx.GraphModule, pair: Pair[R], kind: GraphKind) -> CapturedGraph:
         graph = self._captured_graph(module, pair, kind)
         units: tuple[int, ...] = ()
         if kind is not GraphKind.BACKWARD:
-            pair.saved_views = _saved_views(graph)
+            pair.saved_views = saved_views(graph)
             units = first_use_order(graph, self._unit_of)
             self._used.update(dict.fromkeys(units))
         flops, masks = unit_flops(graph, self._unit_of), masks_of_positions(module.graph) if kind is GraphKind.FORWARD else 0
@@ -264,7 +254,7 @@ class Capture(Generic[R]):
             self._run_as_well(made, instance)
         return graph
 
-    def _captured_graph(self, module: fx.GraphModule, pair: _Pair[R], kind: GraphKind) -> CapturedGraph:
+    def _captured_graph(self, module: fx.GraphModule, pair: Pair[R], kind: GraphKind) -> CapturedGraph:
         weights: dict[int, fx.Node] = {}
         views: dict[int, list[fx.Node]] = {}
         for node in module.graph.find_nodes(op="placeholder"):
@@ -281,7 +271,7 @@ class Capture(Generic[R]):
         frozen_views = {row: tuple(nodes) for row, nodes in views.items()}
         return CapturedGraph(index, pair.number, kind, module, weights, outputs, frozen_views, grads, kept)
 
-    def _gradients(self, module: fx.GraphModule, pair: _Pair[R]) -> tuple[dict[int, int], dict[int, str]]:
+    def _gradients(self, module: fx.GraphModule, pair: Pair[R]) -> tuple[dict[int, int], dict[int, str]]:
         output = module.graph.output_node()
         values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
         descs: Sequence[object] | None = output.meta.get("desc")
@@ -303,7 +293,7 @@ class Capture(Generic[R]):
                 grads[row] = position
         return grads, kept
 
-    def _check_all_found(self, pair: _Pair[R], weights: Mapping[int, fx.Node]) -> None:
+    def _check_all_found(self, pair: Pair[R], weights: Mapping[int, fx.Node]) -> None:
         missing = sorted(set(pair.row_of_input.values()) - set(weights))
         if missing:
             raise CaptureError(
@@ -312,58 +302,10 @@ class Capture(Generic[R]):
             )
 
 
-@dataclass(frozen=True)
-class _Graphs(Generic[R]):
-    """What runs a pair with one set of parameters. It does not keep the capture alive."""
-
-    alive: Callable[[], Capture[R]]
-    pair: _Pair[R]
-    instance: Instance
-    compiled: Callable[..., Any]
-    copies: InputCopies | None
-
-    @cached_property
-    def _call(self) -> Callable[..., Any]:
-        return self.compiled if self.copies is None else with_copies(self.compiled, self.copies)
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.alive()._run(self.instance, self._call, inputs)
-
-    def reads_like(self, copies: InputCopies | None) -> bool:
-        """Whether a set with these copies reads copies in the same places."""
-        own, other = (() if of is None else tuple(of.copies) for of in (self.copies, copies))
-        return own == other
-
-
 def _traced_with(inputs: Sequence[Any], copies: Mapping[int, torch.Tensor]) -> Sequence[Any]:
     if not copies:
         return inputs
     return [traced_form(copies[i], requires_grad=e.requires_grad) if i in copies else e for i, e in enumerate(inputs)]
-
-
-def has_user_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a gradient hook that is not this library's own is registered on the parameter."""
-    own = __name__.partition(".")[0]
-    return any((getattr(hook, "__module__", None) or "").partition(".")[0] != own for hook in tensors.gradient_hooks(parameter))
-
-
-def _saved_views(graph: CapturedGraph) -> dict[str, int]:
-    """Outputs of a forward graph that are views of a weight, by name.
-
-    The backward's placeholder has the same name.
-    """
-    row_of = {node: row for row, node in graph.weights.items()}
-    values = (v for v in graph.outputs if isinstance(v, fx.Node) and v not in row_of)
-    return {v.name: row_of[base] for v in values if (base := dataflow.view_base(v)) in row_of}
-
-
-def _may_move_weights(graph: CapturedGraph) -> bool:
-    """Whether Inductor's layout optimization could copy a weight before its `wait`.
-
-    It takes 4-dimensional values only.
-    """
-    forward = graph.kind is not GraphKind.BACKWARD
-    return forward and any(node.meta["val"].dim() == 4 for node in graph.weights.values())
 
 
 def _kind(kwargs: Mapping[str, Any]) -> GraphKind:

@@ -137,3 +137,22 @@ def unit_flops(graph: CapturedGraph, unit_of: Mapping[int, int]) -> dict[int, fl
         if unit is not None:
             total[unit], pending = total.get(unit, 0.0) + pending, 0.0
     return total
+
+
+def saved_views(graph: CapturedGraph) -> dict[str, int]:
+    """Outputs of a forward graph that are views of a weight, by name.
+
+    The backward's placeholder has the same name.
+    """
+    row_of = {node: row for row, node in graph.weights.items()}
+    values = (v for v in graph.outputs if isinstance(v, fx.Node) and v not in row_of)
+    return {v.name: row_of[base] for v in values if (base := dataflow.view_base(v)) in row_of}
+
+
+def may_move_weights(graph: CapturedGraph) -> bool:
+    """Whether Inductor's layout optimization could copy a weight before its `wait`.
+
+    It takes 4-dimensional values only.
+    """
+    forward = graph.kind is not GraphKind.BACKWARD
+    return forward and any(node.meta["val"].dim() == 4 for node in graph.weights.values())

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from hytrain_fx.capture.backend import Capture, has_user_hooks
+from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.captured_graph import CapturedGraph, CompiledGraph, GraphKind
 from hytrain_fx.capture.casts import InputCopies
 from hytrain_fx.capture.handed_out import rows_handed_out
 from hytrain_fx.capture.instance_graphs import Instance
 from hytrain_fx.capture.kept_activations import kept_bytes
+from hytrain_fx.capture.pairs import has_user_hooks
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import UnsupportedError

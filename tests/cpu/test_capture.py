@@ -26,8 +26,9 @@ from transformers import (
 )
 
 import hytrain_fx.capture.backend
-from hytrain_fx.capture.backend import Capture, has_user_hooks
+from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.captured_graph import GraphKind
+from hytrain_fx.capture.pairs import has_user_hooks
 from hytrain_fx.errors import CaptureError, UnsupportedError
 from hytrain_fx.torch_private import compiling
 from hytrain_fx.torch_private.options import graph_order_kept

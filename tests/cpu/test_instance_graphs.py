@@ -247,6 +247,38 @@ def test_each_backward_knows_whose_it_is(make: Callable[[], nn.Module]) -> None:
     assert_same(weights(model), weights(plain))
 
 
+@pytest.mark.parametrize("weights_rest", ["resident", "streamed"])
+def test_weights_on_the_host_and_fp32_under_autocast(weights_rest: str) -> None:
+    """Sets that share fetch their own weights, or cast them; losses are those of plain."""
+
+    def run(model: Any, optimizer: Any, dtype: torch.dtype) -> list[float]:
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(6):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+                loss = model(torch.randn(4, WIDTH).to(dtype))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    dtype = torch.bfloat16 if weights_rest == "streamed" else torch.float32
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Model(6).to(dtype)
+    resident, optimizer = _ours(plain) if weights_rest == "streamed" else (torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))
+    expected = run(resident, optimizer, dtype)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Model(6).to(dtype), weights=weights_rest)
+    assert run(model, optimizer, dtype) == expected
+    session = session_of(model)
+    assert len(_compiled(session)) < len(session.capture.graphs)
+    assert (session.nodes.runs["fetch"] > 0) == (weights_rest == "streamed")
+    hytrain_fx.close(model)
+
+
 def test_a_hook_on_one_block_alone() -> None:
     """A hook that comes to one block of several that share sees its gradients, bits as plain."""
 
