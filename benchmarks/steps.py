@@ -27,6 +27,7 @@ from torch import nn
 from benchmarks import own_modes, peers
 from benchmarks.case import MODES, CannotRun, Case
 from benchmarks.idle import idle_share, kernel_time
+from benchmarks.launching import launching
 from benchmarks.machine import machine
 from benchmarks.models import Batch, batches, build, trained
 from benchmarks.turns import Turn
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=10, help="steps in one window")
     parser.add_argument("--warmup", type=int, default=None, help="steps before the first window (default: 30 for ours, else 3)")
     parser.add_argument("--idle", action="store_true", help="trace three steps more for the share of GPU idle time")
+    parser.add_argument("--launching", action="store_true", help="what holds up the threads that launch: their times, calls and cores")
     parser.add_argument("--deterministic", action="store_true", help="torch.use_deterministic_algorithms")
     parser.add_argument("--losses", type=int, default=0, help="print this many losses and a checksum of the weights, time nothing")
     parser.add_argument("--trace", type=Path, default=None, help="ours: write a Chrome trace of three steps here, and give the overlap")
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train as told; the row, or the losses. Raises CannotRun."""
     case = case_of(arguments)
     if case.mode != "ours" and any(getattr(arguments, name) for name in OWN_OPTIONS):
-        raise CannotRun(f"{', '.join(f'--{name}' for name in OWN_OPTIONS)} are for mode ours; --idle is for all")
+        raise CannotRun(f"{', '.join(f'--{name}' for name in OWN_OPTIONS)} are for mode ours; --idle and --launching are for all")
     if wrong := [path for path in arguments.timeline if path.suffix not in (".json", ".png")]:
         raise CannotRun(f"found --timeline {wrong[0]}, expected a name that ends in .json (Chrome trace) or .png (picture)")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -132,6 +134,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.idle:
         row |= kernel_time(lambda: trainer.step(next(data)), trainer.finish)
         row["idle_share"] = idle_share(row["kernel_busy_s"], row["step_s"])
+    if arguments.launching:
+        row["launching"] = launching(lambda: trainer.step(next(data)), trainer.finish, trainer.launching_s)
     if not any(getattr(arguments, name) for name in LOOKS):
         return row
     print(json.dumps(row), flush=True)  # what follows may outlast a time limit, and the row is made
