@@ -146,15 +146,15 @@ class Capture(Generic[R]):
         return lambda *inputs: alive()._call(compiled, inputs)
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, others: Sequence[PairGraphs[R]], *,
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], rows: RowsOfInputs, others: Sequence[PairGraphs], *,
         patches: dict[str, Any],
-    ) -> PairGraphs[R]:
+    ) -> PairGraphs:
         with self._timed(Phase.COMPILE_FORWARD):
             copies = None if self._copies_for is None else self._copies_for(gm, example_inputs, rows)
-        for other in others:
-            if other.reads_like(copies) and (instance := self._shared_with(other.pair, rows)) is not None:
-                return replace(other, instance=instance, copies=copies)
-        pair: Pair[R] = Pair(rows, [self._new_instance({})])
+            for other in others:
+                if other.reads_like(copies) and (instance := self._shared_with(other.pair, rows)) is not None:
+                    return other.run_with(instance, copies)
+        pair: Pair = Pair(rows, [self._new_instance({})])
         alive = self._alive
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -189,13 +189,13 @@ class Capture(Generic[R]):
         return results
 
     @contextlib.contextmanager
-    def _around(self, index: int, pair: Pair[R], backward: bool) -> Iterator[compiling.Edit | None]:
+    def _around(self, index: int, pair: Pair, backward: bool) -> Iterator[compiling.Edit | None]:
         instance = self._running.one_of(pair.instances, backward=backward)
         around = self._around_backward if backward else self._around_forward
         with self._running.within(instance), around(instance.graph(index)) as edit:
             yield edit
 
-    def _shared_with(self, pair: Pair[R], rows: RowsOfInputs) -> Instance | None:
+    def _shared_with(self, pair: Pair, rows: RowsOfInputs) -> Instance | None:
         """The set of these rows, which from now on runs the pair's graphs too.
 
         None where it is of another form, or a hook of the user wants gradients of its own.
@@ -204,9 +204,9 @@ class Capture(Generic[R]):
         if row_of is None or any(has_user_hooks(self.parameters[row]) for pairs in row_of.items() for row in pairs):
             return None
         instance = self._new_instance(row_of)
-        pair.instances.append(instance)
-        for graph in pair.graphs:
+        for graph in [graph for graph in self.graphs if graph.index in pair.graphs]:
             self._run_as_well(graph, instance)
+        pair.instances.append(instance)  # last: an error leaves none that is half known
         return instance
 
     def _run_as_well(self, graph: CompiledGraph[R], instance: Instance) -> None:
@@ -235,7 +235,7 @@ class Capture(Generic[R]):
 
         return alive
 
-    def _on_graph(self, module: fx.GraphModule, pair: Pair[R], kind: GraphKind) -> CapturedGraph:
+    def _on_graph(self, module: fx.GraphModule, pair: Pair, kind: GraphKind) -> CapturedGraph:
         graph = self._captured_graph(module, pair, kind)
         units: tuple[int, ...] = ()
         if kind is not GraphKind.BACKWARD:
@@ -249,12 +249,12 @@ class Capture(Generic[R]):
         rows, grad_rows = graph.held_rows, tuple(sorted(graph.grads))
         made = CompiledGraph(graph.index, graph.pair, kind, rows, grad_rows, graph.kept_grads, units, flops, masks, result, seconds)
         self.graphs.append(made)
-        pair.graphs.append(made)
+        pair.graphs.append(graph.index)
         for instance in pair.instances[1:]:
             self._run_as_well(made, instance)
         return graph
 
-    def _captured_graph(self, module: fx.GraphModule, pair: Pair[R], kind: GraphKind) -> CapturedGraph:
+    def _captured_graph(self, module: fx.GraphModule, pair: Pair, kind: GraphKind) -> CapturedGraph:
         weights: dict[int, fx.Node] = {}
         views: dict[int, list[fx.Node]] = {}
         for node in module.graph.find_nodes(op="placeholder"):
@@ -271,7 +271,7 @@ class Capture(Generic[R]):
         frozen_views = {row: tuple(nodes) for row, nodes in views.items()}
         return CapturedGraph(index, pair.number, kind, module, weights, outputs, frozen_views, grads, kept)
 
-    def _gradients(self, module: fx.GraphModule, pair: Pair[R]) -> tuple[dict[int, int], dict[int, str]]:
+    def _gradients(self, module: fx.GraphModule, pair: Pair) -> tuple[dict[int, int], dict[int, str]]:
         output = module.graph.output_node()
         values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
         descs: Sequence[object] | None = output.meta.get("desc")
@@ -293,7 +293,7 @@ class Capture(Generic[R]):
                 grads[row] = position
         return grads, kept
 
-    def _check_all_found(self, pair: Pair[R], weights: Mapping[int, fx.Node]) -> None:
+    def _check_all_found(self, pair: Pair, weights: Mapping[int, fx.Node]) -> None:
         missing = sorted(set(pair.row_of_input.values()) - set(weights))
         if missing:
             raise CaptureError(

@@ -30,7 +30,7 @@ from torch import fx, nn
 from torch.autograd.graph import Node
 
 from hytrain_fx.errors import EngineError
-from hytrain_fx.torch_private.autograd import compiled_nodes, next_node_number, node_number, running_node
+from hytrain_fx.torch_private.autograd import node_of_call, nodes_of, running_node
 from hytrain_fx.torch_private.trace import copy_of_graph, traced_as_before
 
 RowsOfInputs = dict[int, int]
@@ -93,10 +93,10 @@ class Running:
 
     def call(self, instance: Instance, compiled: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, Node | None]:
         """The results of a compiled function with this set, and the node that runs its backward."""
-        since = next_node_number()
+        before = nodes_of(inputs)
         with self.within(instance):
             results = compiled(*inputs)
-        node = max((node for node in compiled_nodes(results, since) if node not in self._behind), key=node_number, default=None)
+        node = node_of_call(results, inputs, before)
         if node is not None:
             self._behind[node] = instance
         return results, node
@@ -105,7 +105,8 @@ class Running:
         """Which of the sets that share a graph it runs with now. Raises EngineError."""
         if len(instances) == 1:
             return instances[0]
-        found = self._behind.get(running_node()) if backward else self.instance
+        node = running_node() if backward else None
+        found = self.instance if node is None else self._behind.get(node)
         if found is None:
             raise EngineError(f"a compiled graph that {len(instances)} sets of parameters share does not know whose it is, in a "
                               f"{'backward' if backward else 'forward'}; please report this with the torch version")

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import nn
 
-from hytrain_fx.capture.captured_graph import CompiledGraph
 from hytrain_fx.capture.casts import InputCopies, with_copies
 from hytrain_fx.capture.instance_graphs import Instance
 from hytrain_fx.torch_private import tensors
 
-R = TypeVar("R")
-
 
 @dataclass
-class Pair(Generic[R]):
+class Pair:
     """What a forward graph leaves for its backward graph.
 
-    These are the rows of the example inputs, and saved views by output name. And both, once
-    compiled, with the sets of parameters that run them, those that they were compiled for first.
+    These are the rows of the example inputs, and saved views by output name. And the numbers of
+    both, once compiled, with the sets of parameters that run them, the one that they were compiled
+    for first.
     """
 
     row_of_input: dict[int, int]
     instances: list[Instance]
     saved_views: dict[str, int] = field(default_factory=dict)
-    graphs: list[CompiledGraph[R]] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
 
     @property
     def number(self) -> int:
@@ -42,27 +39,36 @@ class Runs(Protocol):
         """Its results."""
 
 
-@dataclass(frozen=True)
-class PairGraphs(Generic[R]):
-    """What runs a pair with one set of parameters. It does not keep the capture alive."""
+class PairGraphs:
+    """What runs a pair with one set of parameters.
 
-    alive: Callable[[], Runs]
-    pair: Pair[R]
-    instance: Instance
-    compiled: Callable[..., Any]
-    copies: InputCopies | None
+    torch keeps it for as long as the compiled code lives: it holds neither the capture nor copies.
 
-    @cached_property
-    def _call(self) -> Callable[..., Any]:
-        return self.compiled if self.copies is None else with_copies(self.compiled, self.copies)
+    copies    that this set has among its inputs
+    """
+
+    def __init__(
+        self, alive: Callable[[], Runs], pair: Pair, instance: Instance, compiled: Callable[..., Any], copies: InputCopies | None
+    ) -> None:
+        self.pair = pair
+        self._alive, self._compiled = alive, compiled
+        self._copied = () if copies is None else tuple(copies.copies)
+
+        def run(*inputs: Any) -> Any:
+            return alive().run(instance, compiled, inputs)
+
+        self._call = run if copies is None else with_copies(run, copies)
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.alive().run(self.instance, self._call, inputs)
+        return self._call(*inputs)
 
     def reads_like(self, copies: InputCopies | None) -> bool:
         """Whether a set with these copies reads copies in the same places."""
-        own, other = (() if of is None else tuple(of.copies) for of in (self.copies, copies))
-        return own == other
+        return self._copied == (() if copies is None else tuple(copies.copies))
+
+    def run_with(self, instance: Instance, copies: InputCopies | None) -> PairGraphs:
+        """What runs the pair with another set."""
+        return PairGraphs(self._alive, self.pair, instance, self._compiled, copies)
 
 
 def has_user_hooks(parameter: nn.Parameter) -> bool:

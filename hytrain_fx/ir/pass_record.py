@@ -78,23 +78,25 @@ class PipelineRecord:
         first = (("captured", self.passes[0].before),) if self.passes else ()
         return first + tuple((record.name, record.after) for record in self.passes)
 
-    def of_other_rows(self, row_of: Mapping[int, int], unit_of: Mapping[int, int], code: str) -> PipelineRecord:
-        """The same of a graph that runs the code of this one for other rows.
+    def of_other_rows(self, row_of: Mapping[int, int], unit_of: Mapping[int, int], index: int, code: str) -> PipelineRecord:
+        """The same of graph number `index`, which runs the code of this one for other rows.
 
         code    the name of this graph
         """
-        first, *others = (
-            replace(one, duration_us=0.0, before=_text_of(one.before, row_of), after=_text_of(one.after, row_of)) for one in self.passes)
+        texts = {text: _text_of(text, row_of, index) for one in self.passes for text in (one.before, one.after)}
+        first, *others = (replace(one, duration_us=0.0, before=texts[one.before], after=texts[one.after]) for one in self.passes)
         shared = replace(first, notes=(*first.notes, f"runs the code of {code}"))
         return PipelineRecord((shared, *others), {name: note.of_other_rows(row_of, unit_of) for name, note in self.nodes.items()})
 
 
-def _text_of(text: str, row_of: Mapping[int, int]) -> str:
-    """A graph's text with other rows in the calls of our nodes."""
+def _text_of(text: str, row_of: Mapping[int, int], index: int) -> str:
+    """A graph's text with other rows in the calls of our nodes, and another number of the graph."""
 
     def call(found: re.Match[str]) -> str:
         begin, end = (at - found.start() for at in found.span("rows"))
-        rows = ", ".join(str(row_of[int(row)]) for row in found["rows"].split(",") if row.strip())
-        return found[0][:begin] + rows + found[0][end:]
+        head, rows = found[0][:begin], ", ".join(str(row_of[int(row)]) for row in found["rows"].split(",") if row.strip())
+        if found["op"] == "backward_end":
+            head = re.sub(r"\d+(, \[)$", rf"{index}\1", head)
+        return head + rows + found[0][end:]
 
     return INSERTED_CALL.sub(call, text)

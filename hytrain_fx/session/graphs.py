@@ -126,6 +126,7 @@ class SessionGraphs:
         if graph.kind is GraphKind.BACKWARD:
             self._kept_bytes[graph.index] = kept
             self._note_backward(graph.index, graph.pair, graph.grads, offloading_calls(graph.module))
+            self._require_own_hooks(graph.kept_grads)
         else:
             self._note_forward(graph.index, graph.pair, graph.weights, waited_rows(graph.module))
         return record
@@ -141,11 +142,16 @@ class SessionGraphs:
             self._note_backward(index, instance.pair, grads, tuple(tuple(instance.rows(rows)) for rows in nodes.graph_calls[graph.index]))
         else:
             self._note_forward(index, instance.pair, instance.rows(graph.rows), nodes.graph_waits[graph.index])
-        record = graph.rewrite.of_other_rows(row_of, unit, f"{graph.index:02}.{graph.kind}")
+        self._require_own_hooks(row_of[row] for row in graph.kept_grads)
+        record = graph.rewrite.of_other_rows(row_of, unit, index, f"{graph.index:02}.{graph.kind}")
         if self._dump is not None:
             for number, one in enumerate(record.passes):
                 self._dump.write(f"{index:02}.{graph.kind}", number, one)
         return record
+
+    def _require_own_hooks(self, kept: Iterable[int]) -> None:
+        """Capture anew, later, where a gradient stays for the hook of another set of parameters."""
+        self._anew |= not all(has_user_hooks(self._table.parameters[row]) for row in kept)
 
     def _note_backward(self, graph: int, pair: int, grads: Mapping[int, int], calls: tuple[tuple[int, ...], ...]) -> None:
         self._read[graph] = self._inputs[pair]

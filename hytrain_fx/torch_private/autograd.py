@@ -6,7 +6,8 @@ forward saves for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Parameter
 
 from hytrain_fx.torch_private.names import private_name
 from hytrain_fx.torch_private.tensors import without_torch_function
@@ -65,29 +67,31 @@ def running_node() -> Node:
     return _current_node()()
 
 
-def next_node_number() -> int:
-    """The number that the next node of this thread gets: they count up in each thread."""
-    return int(_next_node_number()())
+def nodes_of(values: Iterable[Any]) -> list[Node]:
+    """Autograd's nodes that have made these values; of parameters none."""
+    tensors = (value for value in values if isinstance(value, Tensor) and not isinstance(value, Parameter))
+    return [node for tensor in tensors if (node := tensor.grad_fn) is not None]
 
 
-def node_number(node: Any) -> int:
-    """The number that a node has got."""
-    return int(node._sequence_nr())
+def node_of_call(results: Iterable[Any], inputs: Iterable[Any], before: Iterable[Node]) -> Node | None:
+    """The node that runs the backward of the compiled function that gave these results.
 
+    It is one and the same, and lives as long as the graph. None where no gradient comes there.
 
-def compiled_nodes(results: Iterable[Any], since: int = 0) -> Iterator[Node]:
-    """The nodes that run backwards of compiled functions, as these results lead to them.
-
-    Of the function that gave them it is one and the same, and lives as long as the graph. A result
-    that is an input passed on leads to a function before it, whose number is lower: than `since`,
-    where that is what `next_node_number` was before the call.
+    inputs    of the call, which it may have written in place
+    before    `nodes_of` them before it: what these lead to is not of the call
     """
-    for result in results:
-        node: Any = result.grad_fn if isinstance(result, Tensor) else None
-        while node is not None and not isinstance(node, BackwardCFunction):  # a view that torch has made of a result
-            node = next((before for before, _ in node.next_functions if before is not None), None)
-        if node is not None and node_number(node) >= since:
-            yield cast(Node, node)
+    seen = set(before)
+    found: deque[Any] = deque((*nodes_of(results), *nodes_of(inputs)))
+    while found:
+        node = found.popleft()
+        if node in seen:
+            continue
+        if isinstance(node, BackwardCFunction):
+            return cast(Node, node)
+        seen.add(node)  # of a view, or a copy, that torch has made of a result
+        found += [earlier for earlier, _ in node.next_functions if earlier is not None]
+    return None
 
 
 def around_accumulation(leaf: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
@@ -141,8 +145,3 @@ def _current_node() -> Callable[[], Node]:
 @cache  # every inserted node asks for it
 def _graph_task_id() -> Callable[[], int]:
     return cast(Callable[[], int], private_name("torch._C", "_current_graph_task_id"))
-
-
-@cache  # every compiled forward asks for it
-def _next_node_number() -> Callable[[], int]:
-    return cast(Callable[[], int], private_name("torch.autograd", "_get_sequence_nr"))

@@ -5,7 +5,9 @@ Those whose parameters have one form share its code, each as a graph of its own.
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -350,7 +352,120 @@ def test_inspect_and_dumps_name_the_rows_of_each_set(tmp_path: Path) -> None:
         of_pass = "insert_waits" if "forward" in name else "insert_steps"
         (text,) = [path.read_text() for path in tmp_path.glob(f"{name}.*.{of_pass}.after.txt")]
         assert re.search(r"hytrain_fx\.(wait|cpu_step)\.default\(.*\[16[,\]]", text)
+    ends = [re.findall(r"backward_end\.default\(.*, (\d+), \[", graph.after) for graph in inspection if graph.kind == "backward"]
+    assert ends == [[str(graph.index)] for graph in inspection if graph.kind == "backward"]
     hytrain_fx.close(model)
+
+class InPlace(Block):
+    """Adds to its input in place, and gives it, nothing, or what has no gradient."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
+        torch._dynamo.graph_break()
+        more = torch.tanh(self.down(self.up(x * 2)))
+        x += more
+        return x if self.gives == "its input" else more.detach() if self.gives == "no gradient" else None
+
+
+class Residual(nn.Module):
+    """Blocks that write one tensor in place."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([InPlace(gives) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("gives", ["its input", "nothing", "no gradient"])
+def test_blocks_that_write_their_input(gives: str) -> None:
+    """Where no result leads to a call's node, its inputs do: bits as plain."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain: Any = Residual(gives)
+    expected = _train(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2), evaluates=False, sizes=(4,))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Residual(gives))
+    assert _train(model, optimizer, evaluates=False, sizes=(4,)) == expected
+    assert len(_compiled(session_of(model))) < len(session_of(model).capture.graphs)
+    hytrain_fx.close(model)
+
+
+def test_an_input_that_another_thread_has_made() -> None:
+    """Nodes of autograd are numbered in each thread: what an input leads to is told by itself."""
+
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        torch.manual_seed(1)
+        for _ in range(4):
+            made = torch.randn(4, WIDTH, requires_grad=True)
+            for _ in range(50):
+                made = made * 1.0
+            with ThreadPoolExecutor(1) as pool:
+                loss = pool.submit(model, made).result()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Chain(4)
+    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Chain(4))
+    assert run(model, optimizer) == expected
+    hytrain_fx.close(model)
+
+
+def test_a_hook_before_the_first_backward() -> None:
+    """It is seen; then graphs are captured anew, and only what has the hook keeps its gradient."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(Model(6))
+    seen: list[torch.Tensor] = []
+    loss = model(torch.ones(4, WIDTH))
+    handle = model.blocks[3].up.weight.register_hook(seen.append)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len(seen) == 1
+    before = len(session_of(model).capture.graphs)
+    _train(model, optimizer, evaluates=False, sizes=(4,))
+    assert len(seen) == 1 + STEPS
+    kept = {row for graph in session_of(model).capture.graphs[before:] for row in graph.kept_grads}
+    assert kept == {12}
+    handle.remove()
+    hytrain_fx.close(model)
+
+
+def test_nothing_of_a_dropped_model_stays() -> None:
+    """torch keeps compiled code: neither bf16 copies under autocast nor graphs' texts with it."""
+    torch._dynamo.reset()
+    model, optimizer = _ours(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session = session_of(model)
+    kept = [weakref.ref(of) for of in (*session.states.copies.tensors.values(), *session.capture.graphs, session.capture)]
+    assert len(kept) > 3
+    hytrain_fx.close(model)
+    del model, optimizer, session, loss
+    gc.collect()
+    assert not [of() for of in kept if of() is not None]
 
 
 @given(st.data())
