@@ -214,7 +214,7 @@ class Capture(Generic[R]):
         assert self._share is not None
         index, self._captured = self._captured, self._captured + 1
         instance.graph_of[graph.index] = index
-        its = graph.of_other_rows(index, instance.pair, instance.row_of, self._unit_of)
+        its = graph.run_by(instance, index, self._unit_of)
         if graph.kind is not GraphKind.BACKWARD:
             self._used.update(dict.fromkeys(its.units))
         self.graphs.append(replace(its, rewrite=self._share(graph, index, instance)))

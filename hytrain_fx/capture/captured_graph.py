@@ -11,6 +11,7 @@ from torch import fx
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.capture.dataflow import node_flops
+from hytrain_fx.capture.instance_graphs import Instance
 
 R = TypeVar("R")
 
@@ -89,19 +90,17 @@ class CompiledGraph(Generic[R]):
     rewrite: R
     rewrite_seconds: float
 
-    def of_other_rows(self, index: int, pair: int, row_of: Mapping[int, int], unit_of: Mapping[int, int]) -> CompiledGraph[R]:
+    def run_by(self, instance: Instance, index: int, unit_of: Mapping[int, int]) -> CompiledGraph[R]:
         """The same code as another set of parameters runs it, but for the rewrite's result.
 
-        row_of     by row of this graph: the one in its place
         unit_of    the unit of each row
         """
-        units = {unit_of[row]: unit_of[its] for row, its in row_of.items()}
-        rows, grad_rows = (tuple(row_of[row] for row in rows) for rows in (self.rows, self.grad_rows))
+        row_of, units = instance.row_of, instance.units(unit_of)
         kept_grads = {row_of[row]: why for row, why in self.kept_grads.items()}
         return replace(
-            self, index=index, pair=pair, rows=rows, grad_rows=grad_rows, kept_grads=kept_grads,
-            units=tuple(units[unit] for unit in self.units), unit_flops={units[unit]: flops for unit, flops in self.unit_flops.items()},
-            rewrite_seconds=0.0)
+            self, index=index, pair=instance.pair, rows=tuple(instance.rows(self.rows)), grad_rows=tuple(instance.rows(self.grad_rows)),
+            kept_grads=kept_grads, units=tuple(units[unit] for unit in self.units),
+            unit_flops={units[unit]: flops for unit, flops in self.unit_flops.items()}, rewrite_seconds=0.0)
 
 
 def first_use_order(graph: CapturedGraph, unit_of: Mapping[int, int]) -> tuple[int, ...]:

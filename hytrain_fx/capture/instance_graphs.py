@@ -61,6 +61,10 @@ class Instance:
             self._known[key] = tuple(self.row_of[row] for row in key)
         return self._known[key]
 
+    def units(self, unit_of: Mapping[int, int]) -> dict[int, int]:
+        """By unit of the rows that are named: the unit of those that are meant."""
+        return {unit_of[row]: unit_of[its] for row, its in self.row_of.items()}
+
     def graph(self, named: int) -> int:
         """The number of a graph, by that of the one that was compiled."""
         return self.graph_of.get(named, named)

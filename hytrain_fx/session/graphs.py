@@ -133,8 +133,7 @@ class SessionGraphs:
 
     def _share(self, graph: CompiledGraph[PipelineRecord], index: int, instance: Instance) -> PipelineRecord:
         """Another set of parameters runs this graph's code, as graph number `index`."""
-        nodes, row_of, unit_of = self._nodes, instance.row_of, unit_of_rows(self._units)
-        unit = {unit_of[row]: unit_of[its] for row, its in row_of.items()}
+        nodes, row_of, unit = self._nodes, instance.row_of, instance.units(unit_of_rows(self._units))
         self._fetches[index] = tuple((tuple(instance.rows(rows)), gradients) for rows, gradients in self._fetches[graph.index])
         if graph.kind is GraphKind.BACKWARD:
             self._kept_bytes[index] = {unit[of]: nbytes for of, nbytes in self._kept_bytes[graph.index].items()}
