@@ -10,6 +10,7 @@ import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _train(model: Any, optimizer: Any, *, evaluates: bool, sizes: tuple[int, ...
     return losses
 
 
-def _trained(model: Model) -> list[nn.Parameter]:
+def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -164,8 +165,24 @@ class Chain(nn.Module):
 
 
 def _ours(model: nn.Module, **options: Any) -> tuple[Any, Any]:
-    optimizer = torch.optim.AdamW(_trained(model), lr=1e-2)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(_trained(model), lr=1e-2)
     return hytrain_fx.compile(model, optimizer, k=0, engine="native", warmup_steps=10**6, **options)
+
+
+def _as_plain(make: Callable[[], nn.Module], run: Callable[[Any, Any], Any]) -> Any:
+    """What `run` gives with plain torch.compile, and with ours, some of whose graphs are shared."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = make()
+    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = _ours(make())
+    assert run(model, optimizer) == expected
+    assert len(_compiled(session_of(model))) < len(session_of(model).capture.graphs)
+    hytrain_fx.close(model)
+    assert_same(weights(model), weights(plain))
+    return expected
 
 
 def _compiled(session: Any) -> list[int]:
@@ -236,17 +253,7 @@ def _twice(model: Any, optimizer: Any) -> list[float]:
 @pytest.mark.parametrize("make", [lambda: Model(6), lambda: Chain(6)], ids=["values", "inputs passed on"])
 def test_each_backward_knows_whose_it_is(make: Callable[[], nn.Module]) -> None:
     """Open calls of shared graphs, and torch.autograd.grad, give the bits of plain."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = make()
-    expected = _twice(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))  # type: ignore[arg-type]
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, optimizer = _ours(make())
-    assert _twice(model, optimizer) == expected
-    assert len(_compiled(session_of(model))) < len(session_of(model).capture.graphs)
-    hytrain_fx.close(model)
-    assert_same(weights(model), weights(plain))
+    _as_plain(make, _twice)
 
 
 @pytest.mark.parametrize("weights_rest", ["resident", "streamed"])
@@ -298,16 +305,8 @@ def test_a_hook_on_one_block_alone() -> None:
             losses.append(float(loss.detach()))
         return losses, seen
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = Model(6)
-    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, optimizer = _ours(Model(6))
-    assert run(model, optimizer) == expected
+    expected = _as_plain(lambda: Model(6), run)
     assert len(expected[1]) == 3
-    hytrain_fx.close(model)
 
 
 def test_two_threads_run_one_graph_with_sets_of_their_own() -> None:
@@ -324,15 +323,7 @@ def test_two_threads_run_one_graph_with_sets_of_their_own() -> None:
             losses += [float(of.detach()) for of in halves]
         return losses
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = Model(6)
-    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, optimizer = _ours(Model(6))
-    assert run(model, optimizer) == expected
-    hytrain_fx.close(model)
+    _as_plain(lambda: Model(6), run)
 
 
 def test_inspect_and_dumps_name_the_rows_of_each_set(tmp_path: Path) -> None:
@@ -387,16 +378,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("gives", ["its input", "nothing", "no gradient"])
 def test_blocks_that_write_their_input(gives: str) -> None:
     """Where no result leads to a call's node, its inputs do: bits as plain."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain: Any = Residual(gives)
-    expected = _train(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2), evaluates=False, sizes=(4,))
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, optimizer = _ours(Residual(gives))
-    assert _train(model, optimizer, evaluates=False, sizes=(4,)) == expected
-    assert len(_compiled(session_of(model))) < len(session_of(model).capture.graphs)
-    hytrain_fx.close(model)
+    _as_plain(lambda: Residual(gives), partial(_train, evaluates=False, sizes=(4,)))
 
 
 def test_an_input_that_another_thread_has_made() -> None:
@@ -417,15 +399,7 @@ def test_an_input_that_another_thread_has_made() -> None:
             losses.append(float(loss.detach()))
         return losses
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain = Chain(4)
-    expected = run(torch.compile(plain), HandAdam(_trained(plain), lr=1e-2))  # type: ignore[arg-type]
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, optimizer = _ours(Chain(4))
-    assert run(model, optimizer) == expected
-    hytrain_fx.close(model)
+    _as_plain(lambda: Chain(4), run)
 
 
 def test_a_hook_before_the_first_backward() -> None:
