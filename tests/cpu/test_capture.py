@@ -334,7 +334,7 @@ def test_saved_views_of_weights_are_readers_too(known: bool, interpreted: None, 
 
     monkeypatch.setattr(torch._inductor.compile_fx, "min_cut_rematerialization_partition", keep_all)
     if not known:
-        monkeypatch.setattr(hytrain_fx.capture.backend, "_saved_views", lambda graph: {})
+        monkeypatch.setattr(hytrain_fx.capture.backend, "saved_views", lambda graph: {})
     model, batches = models.mlp()
     if known:
         ours = assert_trains_alike(model, batches)
