@@ -253,6 +253,7 @@ def load_row(session: Session, row: int, saved: Mapping[str, Any] | None) -> Non
             states.take_weight(row)
             master = states.whole(row).master
         states.write(row, RowStates(table, master, tuple(_home(session, row, saved[name]) for name in table.names)))
+        session.eager.writes.note([row])  # it has written the weight, which nobody else has
 
 
 def _home(session: Session, row: int, saved: torch.Tensor) -> torch.Tensor:

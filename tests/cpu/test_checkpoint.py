@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,6 +79,41 @@ def test_resuming_is_never_having_stopped(dtype: torch.dtype, k: int, then: int)
     plain_loop(3)(model, optimizer, batches)
     assert_same(weights(model), expected)
     hytrain_fx.close(model)
+
+
+@pytest.mark.parametrize("order", ["weights before compile", "model first", "optimizer first"])
+@pytest.mark.parametrize("stream", [1.0, 0.5])
+def test_streamed_states_resume(order: str, stream: float) -> None:
+    """The halves of bf16 masters that are no weight outlast a load, read or trained after it.
+
+    Where states are streamed from the first step on, the weights' half is on the device alone.
+    """
+
+    def compiled(model: torch.nn.Module) -> Any:
+        torch._dynamo.reset()
+        return hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), k=0, stream=stream, warmup_steps=10**6)[1]
+
+    model, batches = start(torch.bfloat16)
+    optimizer = compiled(model)
+    plain_loop(3)(model, optimizer, batches)
+    saved, states = through_a_file(model.state_dict(), optimizer.state_dict())
+    plain_loop(3)(model, optimizer, batches)
+    expected, masters = weights(model), {number: entry["master"] for number, entry in states["state"].items()}
+    hytrain_fx.close(model)
+    for looks in (False, True):
+        model, _ = start(torch.bfloat16, seed=5)
+        if order == "weights before compile":
+            model.load_state_dict(saved)
+        optimizer = compiled(model)
+        calls: list[Callable[[], object]] = [partial(model.load_state_dict, saved), partial(optimizer.load_state_dict, states)]
+        for call in calls if order == "model first" else calls[:0:-1] if order == "weights before compile" else calls[::-1]:
+            call()
+        if looks:
+            assert [float(p.detach().sum()) for p in model.parameters()]
+            assert_same({number: entry["master"] for number, entry in optimizer.state_dict()["state"].items()}, masters)
+        plain_loop(3)(model, optimizer, batches)
+        assert_same(weights(model), expected)
+        hytrain_fx.close(model)
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
