@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.idle import TRACED_STEPS
+
 STEPS = 30
-TRACED_STEPS = 3
 _AUTOGRAD = "pt_autograd"  # the name that torch gives them
 _LAUNCHES = re.compile(r"cu(da)?LaunchKernel\w*|aten::(mm|addmm|convolution_backward)")
 _SWITCHES = {"voluntary_ctxt_switches": "gave_up_core", "nonvoluntary_ctxt_switches": "taken_off_core", "se.nr_migrations": "changed_core"}

@@ -154,7 +154,7 @@ class Capture(Generic[R]):
             for other in others:
                 if other.reads_like(copies) and (instance := self._shared_with(other.pair, rows)) is not None:
                     return other.run_with(instance, copies)
-        pair: Pair = Pair(rows, [self._new_instance({})])
+        pair = Pair(rows, [self._new_instance({})])
         alive = self._alive
 
         def inner_compile(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -91,7 +91,9 @@ class CompiledGraph(Generic[R]):
     rewrite_seconds: float
 
     def run_by(self, instance: Instance, index: int, unit_of: Mapping[int, int]) -> CompiledGraph[R]:
-        """The same code as another set of parameters runs it, but for the rewrite's result.
+        """What this graph is for another set of parameters that runs its code.
+
+        `rewrite` is still this graph's own.
 
         unit_of    the unit of each row
         """

@@ -37,7 +37,7 @@ RowsOfInputs = dict[int, int]
 """By position among the inputs: the row of the managed parameter there."""
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class Instance:
     """A set of parameters, and the graphs that run with it.
 

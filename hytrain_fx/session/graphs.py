@@ -149,7 +149,10 @@ class SessionGraphs:
         return record
 
     def _require_own_hooks(self, kept: Iterable[int]) -> None:
-        """Capture anew, later, where a gradient stays for the hook of another set of parameters."""
+        """Have all captured again if a gradient is kept that has no hook itself.
+
+        It is kept because a parameter that shares its graph had one.
+        """
         self._anew |= not all(has_user_hooks(self._table.parameters[row]) for row in kept)
 
     def _note_backward(self, graph: int, pair: int, grads: Mapping[int, int], calls: tuple[tuple[int, ...], ...]) -> None:

@@ -347,6 +347,7 @@ def test_inspect_and_dumps_name_the_rows_of_each_set(tmp_path: Path) -> None:
     assert ends == [[str(graph.index)] for graph in inspection if graph.kind == "backward"]
     hytrain_fx.close(model)
 
+
 class InPlace(Block):
     """Adds to its input in place, and gives it, nothing, or what has no gradient."""
 
@@ -403,7 +404,7 @@ def test_an_input_that_another_thread_has_made() -> None:
 
 
 def test_a_hook_before_the_first_backward() -> None:
-    """It is seen; then graphs are captured anew, and only what has the hook keeps its gradient."""
+    """The hook sees its gradient. The next call captures again, and keeps that gradient alone."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, optimizer = _ours(Model(6))
