@@ -71,6 +71,7 @@ class FetchedUnits:
         self._units: dict[int, FetchedUnit] = {}
         self._lane = CopyLane(table.device)
         self._pool = SlotPool(table.device, self.ahead + 1)
+        self._has_slots = False  # as many as are planned
         self._order = FetchOrder()
         self._runs = threading.local()  # of graphs, in this thread: what each is reading
         self._fills_nan = bool(os.environ.get(NAN_VARIABLE))
@@ -86,6 +87,7 @@ class FetchedUnits:
         for unit in self._units.values():
             begins, unit.nbytes = places_in_slot([self.nbytes(row) for row in unit.rows])
             unit.rows = dict(zip(unit.rows, begins, strict=True))
+        self._has_slots = False
 
     def nbytes(self, row: int) -> int:
         """Bytes of a weight."""
@@ -102,6 +104,7 @@ class FetchedUnits:
             unit.uses.clear()
             unit.covered = True
         self._pool.clear()
+        self._has_slots = False
 
     @property
     def slot_bytes(self) -> int:
@@ -109,21 +112,22 @@ class FetchedUnits:
         return self._pool.nbytes
 
     def slot_bytes_for(self, rows: Iterable[int]) -> int:
-        """Bytes of the slots for these rows, once as many units as planned are there."""
+        """Bytes of the slots planned for these rows."""
         sizes: dict[int, list[int]] = {}
         for row in sorted(rows):
             sizes.setdefault(self._unit_of[row], []).append(self.nbytes(row))
-        return bytes_of_slots(sizes.values(), self._pool.of_a_size)
+        return bytes_of_slots((places_in_slot(of_unit)[1] for of_unit in sizes.values()), self._pool.of_a_size)
 
     def look_ahead(self, units: int) -> None:
         """Bring so many units ahead of need from now on, in one slot more of each size.
 
-        Where that is fewer than before, all slots go and new ones are made. No graph runs.
+        Where that is fewer than before, all slots go and the next graph makes new ones. No graph
+        runs.
         """
         with self.lock:
             if units < self.ahead:
                 self.drop_slots()
-            self.ahead, self._pool.of_a_size = units, units + 1
+            self.ahead, self._pool.of_a_size, self._has_slots = units, units + 1, False
 
     # ---- while graphs run ----
 
@@ -135,15 +139,18 @@ class FetchedUnits:
                    it
         backward   whether it is one of a backward
 
-        What its nodes have not let go of is let go of as it ends.
+        The planned slots are made before it begins. What its nodes have not let go of is let go of
+        as it ends.
 
         Raises DroppedNodeError where it has not fetched them all, RankError where sharded weights
-        are not gathered alike.
+        are not gathered alike, torch.OutOfMemoryError where slots do not fit.
         """
         if not self.wanted:
             yield
             return
         outer, run = getattr(self._runs, "now", None), self._begin_run(calls)
+        if not self._has_slots:
+            self._make_slots()
         self._runs.now, run.backward = run, backward
         try:
             yield
@@ -156,6 +163,11 @@ class FetchedUnits:
             with whole():
                 self._runs.now = outer
                 self._end_run(run)
+
+    def _make_slots(self) -> None:
+        with self.lock:
+            self._pool.make(unit.nbytes for unit in self._units.values())
+            self._has_slots = True
 
     def _begin_run(self, calls: Sequence[tuple[Sequence[int], int]]) -> GraphRun:
         """A graph with these calls is about to run."""

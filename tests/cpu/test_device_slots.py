@@ -9,7 +9,7 @@ from torch import nn
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.streamed_homes import may_stream
-from hytrain_fx.weights.device_slots import SlotPool, places_in_slot, slot_bytes
+from hytrain_fx.weights.device_slots import SlotPool, bytes_of_slots, places_in_slot, slot_bytes
 from hytrain_fx.weights.fetch_order import FetchOrder
 
 CPU = torch.device("cpu")
@@ -51,8 +51,10 @@ def test_which_parameters_may_be_given_other_memory() -> None:
 
 
 def test_slots_of_one_size_are_used_in_turn() -> None:
-    """So many are made as are wanted of a size; then the one that was read longest ago is taken."""
+    """The one that was read longest ago is taken."""
     pool = SlotPool(CPU, 2)
+    pool.make([1024] * 5)
+    assert (len(pool.slots), pool.nbytes) == (2, bytes_of_slots([1024] * 5, 2))
     first, second = pool.take(1000), pool.take(1000)
     assert first.nbytes == slot_bytes(1000) == 1024
     assert pool.take_ahead(1000) is None, "ahead of need no more memory is taken"
@@ -69,6 +71,7 @@ def test_slots_of_one_size_are_used_in_turn() -> None:
 def test_what_was_brought_ahead_gives_way_to_what_is_needed() -> None:
     """No memory is taken while a slot holds something that nobody has asked for."""
     pool = SlotPool(CPU, 2)
+    pool.make([1024, 1024])
     pool.take(1024)
     ahead = pool.take_ahead(1024)
     assert ahead is not None
@@ -79,13 +82,22 @@ def test_what_was_brought_ahead_gives_way_to_what_is_needed() -> None:
 
 
 def test_sizes_have_slots_of_their_own() -> None:
-    """A larger slot serves a smaller unit only once its own size has all its slots."""
+    """A larger slot serves a smaller unit only where none of its own size is idle."""
     pool = SlotPool(CPU, 1)
-    large = pool.take(4096)
-    pool.give(large)
+    pool.make([4096, 512, 512])
     small = pool.take(512)
-    assert small is not large
-    assert pool.take(512) is large
+    assert small.nbytes == 512
+    assert pool.take(512).nbytes == 4096
+
+
+def test_slots_that_are_missing_are_made() -> None:
+    """Of a size that is new, or of which more are wanted; never more than units have that size."""
+    pool = SlotPool(CPU, 1)
+    pool.make([1024, 1024])
+    pool.of_a_size = 3
+    pool.make([1024, 1024, 512])
+    assert sorted(slot.nbytes for slot in pool.slots) == [512, 1024, 1024]
+    assert pool.nbytes == bytes_of_slots([1024, 1024, 512], 3)
 
 
 def test_a_slot_that_was_given_keeps_what_it_has() -> None:
