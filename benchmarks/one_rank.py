@@ -40,6 +40,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
 }
 ZERO_STAGES = {"zero2_offload": 2, "zero3_offload": 3}
 ROWS = ("floor", "ddp", "by_hand", "fsdp2", "fsdp2_offload", *ZERO_STAGES, *OURS)
+SCALED_EVERY = "scaled_every"  # in a row's title
 _SLOWED = (Stage.LANDING, Stage.CPU_UPDATE, Stage.H2D)  # on a GPU the first two: its copies take no delay
 _SLOWED_BY_US = 500.0
 _POLL_S = 0.05
@@ -53,6 +54,7 @@ class RankRow:
     options   `NAME=VALUE` options of `hytrain_fx.compile`, beside those that the name stands for
     bits      so many steps are trained for losses and a sum of all weights' bits, and not timed;
               0: it is timed
+    scaled_every   with gradients clipped: as `Case` has it
     """
 
     name: str
@@ -64,6 +66,7 @@ class RankRow:
     window: int
     warmup: int
     bits: int
+    scaled_every: int = 1
 
     @property
     def workload(self) -> str:
@@ -74,7 +77,7 @@ class RankRow:
     @property
     def title(self) -> str:
         """Its name and options."""
-        return " ".join([self.name, *self.options])
+        return " ".join([self.name, *([f"{SCALED_EVERY}={self.scaled_every}"] if self.scaled_every != 1 else []), *self.options])
 
 
 def compiled_file(turn: Path) -> Path:
@@ -229,7 +232,7 @@ def _model_of(row: RankRow, device: torch.device) -> tuple[nn.Module, dict[str, 
 
 def _trainer(row: RankRow, more: Mapping[str, Any], model: nn.Module, device: torch.device) -> Trainer[Batch]:
     mode = "zero_offload" if row.name in ZERO_STAGES else "floor"
-    case = Case(mode, row.size, row.batch, row.sequence, clip=1.0 if row.name == "clipped" else None)
+    case = Case(mode, row.size, row.batch, row.sequence, clip=1.0 if row.name == "clipped" else None, scaled_every=row.scaled_every)
     if row.name in OURS:
         options = {**OURS[row.name], **dict(map(option_of, row.options)), **more}
         return loops.ours(model, backward_of(case, model, device), options)
@@ -264,6 +267,6 @@ def _averaged(model: nn.Module, backward: Step) -> Step:
 def arguments_of(row: RankRow) -> Sequence[str]:
     """What `python -m benchmarks ranks` takes to be one rank of this row."""
     words = ["--rank-of", row.name, "--size", row.size, "--batch", row.batch, "--sequence", row.sequence, "--window", row.window,
-             "--warmup", row.warmup, "--bits", row.bits]
+             "--warmup", row.warmup, "--bits", row.bits, "--scaled-every", row.scaled_every]
     options = [word for option in row.options for word in ("--option", option)]
     return [*map(str, words), *(["--checkpointing"] if row.checkpointing else []), *options]

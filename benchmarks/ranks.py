@@ -21,7 +21,7 @@ is timed while all others stand still. A line of --file has a row, its size and 
     host           ours, gpu_states=0.0
     quarter        ours, gpu_states=0.25
     solved         ours, as it comes
-    clipped        ours, gpu_states=0.0, gradients clipped to 1.0
+    clipped        ours, gpu_states=0.0, gradients clipped to 1.0; with --scaled-every N one step in N
     host_bf16      ours, gpu_states=0.0, moments="bf16"
     sharded        ours, weights="sharded"; a Llama is loaded tensor by tensor, and whole nowhere
 """
@@ -43,7 +43,7 @@ from benchmarks import one_rank
 from benchmarks.case import CannotRun
 from benchmarks.machine import machine, machine_text
 from benchmarks.markdown import table
-from benchmarks.one_rank import OURS, ROWS, RankRow, compiled_file
+from benchmarks.one_rank import OURS, ROWS, SCALED_EVERY, RankRow, compiled_file
 from benchmarks.rows import LineParser, lines_in
 from benchmarks.runner import environment, file_name, in_threads, memory_here
 from benchmarks.turns import Ask, Rounds
@@ -75,6 +75,7 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, default=2048, help="tokens in one")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="ours: option of hytrain_fx.compile")
+    parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="clipped: one step in N, the others' norms are below the most")
     parser.add_argument("--window", type=int, default=10, help="steps in one of the three windows")
     parser.add_argument("--warmup", type=int, default=None, help="steps before the first window")
     parser.add_argument("--bits", type=int, default=0, metavar="STEPS",
@@ -104,6 +105,8 @@ def rows_in(text: str) -> Iterator[tuple[RankRow, Ask]]:
     for named, words in lines_in(text):
         with named:
             parsed = LineParser(_add_line_arguments).parse_args(words)
+            if parsed.scaled_every != 1 and parsed.row != "clipped":
+                raise CannotRun(f"--scaled-every is for clipped, found row {parsed.row}")
         yield _row(parsed.row, parsed.size, parsed), Ask(gpu_gb=parsed.gpu_gb, host_gb=parsed.host_gb)
 
 
@@ -116,7 +119,8 @@ def _add_line_arguments(parser: argparse.ArgumentParser) -> None:
 def _row(name: str, size: str, arguments: argparse.Namespace) -> RankRow:
     warmup = OUR_WARMUP_STEPS if name in OURS else _OTHERS_WARMUP_STEPS
     return RankRow(name, size, arguments.batch, arguments.sequence, arguments.checkpointing, tuple(arguments.option), arguments.window,
-                   warmup if arguments.warmup is None else arguments.warmup, arguments.bits)
+                   warmup if arguments.warmup is None else arguments.warmup, arguments.bits,
+                   arguments.scaled_every if name == "clipped" else 1)
 
 
 def ranks_markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -156,13 +160,13 @@ def _whose_bits(row: Mapping[str, Any], rows: Collection[Mapping[str, Any]]) -> 
     return f"bits of {first['row']}" if row["checksums"] == first["checksums"] else f"**other bits** than {first['row']}"
 
 
-def _arithmetic(title: str) -> tuple[str, bool] | None:
-    """What changes the bits of ours: moments, and whether it clips; None: no row of ours."""
+def _arithmetic(title: str) -> tuple[str, bool, str] | None:
+    """What changes the bits of ours: moments, and which steps it clips; None: no row of ours."""
     name, *options = title.split()
     if name not in OURS:
         return None
     given = dict(option.split("=", 1) for option in options)
-    return str(given.get("moments", OURS[name].get("moments", "fp32"))), name == "clipped"
+    return str(given.get("moments", OURS[name].get("moments", "fp32"))), name == "clipped", given.get(SCALED_EVERY, "1")
 
 
 def _of_same_training(name: str, row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -46,12 +46,14 @@ def test_a_row_is_compared_with_its_floor() -> None:
 
 def test_without_the_plain_loop_bits_are_those_of_the_first_row() -> None:
     """A model of which only shards fit has no other. What trains otherwise has bits of its own."""
-    titles = {"sharded": 1, "sharded gpu_states=0.0": 1, "sharded k=3": 2, "sharded moments=bf16": 3, "host_bf16": 3, "fsdp2": 4}
+    titles = {"sharded": 1, "sharded gpu_states=0.0": 1, "sharded k=3": 2, "sharded moments=bf16": 3, "host_bf16": 3, "fsdp2": 4,
+              "clipped": 5, "clipped scaled_every=10": 6}
     rows = {of: row(of, 0.2, checksums=[bits, bits]) for of, bits in titles.items()}
     table = ranks_markdown({**rows, "other": row("host", 0.2, checksums=[5, 5], workload="1b")})
     found = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| 0\.2000 \|  \| ([^|]+) \|", table, re.MULTILINE))
     assert found == {"sharded": "-", "sharded gpu_states=0.0": "bits of sharded", "sharded k=3": "**other bits** than sharded",
-                     "sharded moments=bf16": "-", "host_bf16": "bits of sharded moments=bf16", "fsdp2": "-", "host": "-"}
+                     "sharded moments=bf16": "-", "host_bf16": "bits of sharded moments=bf16", "fsdp2": "-", "host": "-",
+                     "clipped": "-", "clipped scaled_every=10": "-"}
 
 
 @pytest.mark.sample(0)
@@ -95,7 +97,8 @@ def test_rows_of_a_file_take_turns_and_have_the_bits_of_averaging_by_hand(tmp_pa
     assert not list(tmp_path.glob("*.turn*"))
 
 
-@pytest.mark.parametrize(("line", "found"), [("hosts tiny", "hosts"), ("host", "size"), ("host tiny --batch x", "x")])
+@pytest.mark.parametrize(("line", "found"), [("hosts tiny", "hosts"), ("host", "size"), ("host tiny --batch x", "x"),
+                                             ("host tiny --scaled-every 2", "for clipped")])
 def test_a_wrong_line_is_named(line: str, found: str) -> None:
     """With its number."""
     with pytest.raises(CannotRun, match=f"line 2, .*{found}"):
