@@ -21,7 +21,7 @@ is timed while all others stand still. A line of --file has a row, its size and 
     host           ours, gpu_states=0.0
     quarter        ours, gpu_states=0.25
     solved         ours, as it comes
-    clipped        ours, gpu_states=0.0, gradients clipped to 1.0; with --scaled-every N one step in N
+    clipped        ours, gpu_states=0.0, clipped to 1.0 (--scaled-every N: one step in N)
     host_bf16      ours, gpu_states=0.0, moments="bf16"
     sharded        ours, weights="sharded"; a Llama is loaded tensor by tensor, and whole nowhere
 """
@@ -75,7 +75,7 @@ def _add_row_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, default=2048, help="tokens in one")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="ours: option of hytrain_fx.compile")
-    parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="clipped: one step in N, the others' norms are below the most")
+    parser.add_argument("--scaled-every", type=int, default=1, metavar="N", help="clipped: only one step in N is scaled")
     parser.add_argument("--window", type=int, default=10, help="steps in one of the three windows")
     parser.add_argument("--warmup", type=int, default=None, help="steps before the first window")
     parser.add_argument("--bits", type=int, default=0, metavar="STEPS",
