@@ -1,13 +1,16 @@
 """The largest model, or the largest batch, that trains: found by trial, each in its own process.
 
     python -m benchmarks largest --out DIR --modes all_gpu,ours,ours:moments=bf16
-    python -m benchmarks largest --out DIR --device-memory 24,48 --host-memory 64
+    python -m benchmarks largest --out DIR --device-memory 24,48 --host-memory 64 --gpus 2
     python -m benchmarks largest --out DIR --search batch --sizes 3b --device-memory 24
 
 The search begins at what is estimated to fit and ends where one trains and the next does not
 (`benchmarks/search.py`). Trials are kept in trials.json: a call that was broken off, or ended by
 --total-s, goes on where it stopped. Each is timed, and says what memory it was estimated to take
 before it ran, and what it took. largest_model.md and .png (or largest_batch) show what was found.
+
+With --gpus (and --rows-per-gpu) searches run side by side, one on each seat. A trial begins when the memory of its caps
+is free, compiles beside others, and is timed alone.
 
 --device-memory holds torch's allocator to so many 10^9 bytes; the CUDA context is not part of that.
 --host-memory ends a trial whose processes hold more. A model grows by layers of one width: the
@@ -19,8 +22,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks import estimates
@@ -28,15 +33,18 @@ from benchmarks.case import CannotRun, Case
 from benchmarks.largest_table import Found, write
 from benchmarks.llama import family_size
 from benchmarks.results import Results, Row
-from benchmarks.runner import Launch, measure
+from benchmarks.runner import Launch, in_threads, measure, memory_here
 from benchmarks.search import Edge, search
 from benchmarks.table import add_run_arguments, launch_of
+from benchmarks.turns import Ask, Seat
 from hytrain_fx.forecast.bench.process import lacked_memory
 from hytrain_fx.forecast.device import DeviceSpec
 
 TRIES = 8
 LAYER_SHARE = 0.04  # of a model, at most: then one layer more is less than 5 % of its memory
 HEADS = (64, 48, 40, 32, 24, 16, 8, 4, 2)
+_CONTEXT_GB = 1.0  # of the device, beside what its cap counts
+_POLL_S = 0.5
 _PLANS = 40  # enough for an edge that is 2^19 away
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|no plan fits|pinning [\d.]+ GiB of host memory failed", re.IGNORECASE)
 
@@ -62,13 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Search, then write table and figure of what is known. Raises CannotRun for several GPUs."""
+    """Search, then write table and figure of what is known.
+
+    Raises CannotRun for trials side by side without caps.
+    """
     launch = launch_of(arguments)
-    if launch.seats:
-        raise CannotRun("found --gpus: sizes are tried one after the other, as host memory is part of what is tried; leave it out")
+    if launch.seats and None in (*arguments.device_memory, *arguments.host_memory):
+        raise CannotRun("found --gpus without caps, expected --device-memory and --host-memory: trials side by side share what they are "
+                        "to use up; give both, or leave --gpus out")
     spec, results = estimates.spec_of(arguments.device), Results(arguments.out / "trials.json")
     trials = Trials(results, launch, spec, arguments.again, arguments.retry)
-    found = [_searched(axis, trials, arguments) for axis in axes(arguments, spec)]
+    found = _searched_all(list(axes(arguments, spec)), trials, launch.seats, arguments)
     print(write(found, results, arguments.out, f"largest_{arguments.search}"))
 
 
@@ -128,37 +140,63 @@ class Trials:
         self._launch = launch
         self._again, self._retry = again, retry
         self._began_s = time.monotonic()
+        self._memory, self._taking = memory_here(), threading.Lock()
 
-    def train(self, case: Case) -> bool:
-        """Whether the row trains.
+    def train(self, case: Case, seat: Seat | None) -> bool:
+        """Whether the row trains, on its seat among others.
 
         Raises NotTried where it fails, but not for want of memory, and where no time is left.
         """
         row = self.results.get(case)
         if row is None or self._again or (self._retry and not decides(row)):
-            row = self._run(case)
+            row = self._run(case, seat)
         if not decides(row):
             raise NotTried(f"{case.size}, batch {case.batch}: {row['error']}")
         return "error" not in row
 
-    def _run(self, case: Case) -> Row:
+    @contextmanager
+    def _room(self, case: Case, seat: Seat | None) -> Iterator[None]:
+        """While a trial beside others has the memory of its caps, which it waits for."""
+        if seat is None:
+            yield
+            return
+        ask = Ask(gpu_gb=(case.device_memory_gb or 0.0) + _CONTEXT_GB, host_gb=case.host_memory_gb or 0.0)
+        while not self._take(ask, seat):
+            time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            with self._taking:
+                self._memory.give(seat.gpu, ask)
+
+    def _take(self, ask: Ask, seat: Seat) -> bool:
+        with self._taking:
+            return self._memory.take(seat.gpu, ask)
+
+    def _run(self, case: Case, seat: Seat | None) -> Row:
         estimate = estimates.estimate_of(case, self.spec)
         if estimate is not None:
             print(f"{case.key}: estimated to take {estimate.device_bytes / 1e9:.1f} GB of the device, {estimate.host_bytes / 1e9:.1f} of "
                   "the host", flush=True)
-        total_s, left_s = self._launch.total_s, None
-        if total_s is not None:
-            left_s = total_s - (time.monotonic() - self._began_s)
-            took_s = max((row["wall_s"] for known, row in self.results.all_measured() if known.mode == case.mode), default=0.0)
-            if left_s <= 0 or (left_s < took_s and left_s < 0.9 * total_s):
-                raise NotTried("no time is left; call again for the rest")
-        before = self.results.get(case)
-        measure([case], self.results, replace(self._launch, total_s=left_s), again=True, tell=_tell)
+        before, seats = self.results.get(case), () if seat is None else (seat,)
+        with self._room(case, seat):
+            measure([case], self.results, replace(self._launch, total_s=self._left_s(case), seats=seats), again=True, tell=_tell)
         row = self.results.get(case)
         if row is None or row is before:
             raise NotTried("the time was over; call again for the rest")
         self.results.put(case, row := row | {"estimate": None if estimate is None else asdict(estimate)})
         return row
+
+    def _left_s(self, case: Case) -> float | None:
+        """Seconds for a trial; None: as many as it takes. Raises NotTried if it would not end."""
+        total_s = self._launch.total_s
+        if total_s is None:
+            return None
+        left_s = total_s - (time.monotonic() - self._began_s)
+        took_s = max((row["wall_s"] for known, row in self.results.all_measured() if known.mode == case.mode), default=0.0)
+        if left_s <= 0 or (left_s < took_s and left_s < 0.9 * total_s):
+            raise NotTried("no time is left; call again for the rest")
+        return left_s
 
 
 def decides(row: Row) -> bool:
@@ -167,12 +205,31 @@ def decides(row: Row) -> bool:
     return why is None or lacked_memory(why) or _NO_MEMORY.search(why) is not None
 
 
-def _searched(axis: Axis, trials: Trials, arguments: argparse.Namespace) -> Found:
+def _searched_all(asked: Sequence[Axis], trials: Trials, seats: Sequence[Seat], arguments: argparse.Namespace) -> list[Found]:
+    """One search after the other, or one on each seat."""
+    if not seats:
+        return [_searched(axis, trials, None, arguments) for axis in asked]
+    found: dict[int, Found] = {}
+    waiting, taking = list(enumerate(asked)), threading.Lock()
+
+    def next_one() -> tuple[int, Axis] | None:
+        with taking:
+            return waiting.pop(0) if waiting else None
+
+    def searches(seat: Seat) -> None:
+        while (one := next_one()) is not None:
+            found[one[0]] = _searched(one[1], trials, seat, arguments)
+
+    in_threads(searches, seats, waiting.clear)
+    return [found[number] for number in sorted(found)]
+
+
+def _searched(axis: Axis, trials: Trials, seat: Seat | None, arguments: argparse.Namespace) -> Found:
     estimated = axis.estimated(trials.spec)
     seen: dict[int, bool] = {}
 
     def trains(number: int) -> bool:
-        seen[number] = trials.train(axis.case(number))
+        seen[number] = trials.train(axis.case(number), seat)
         return seen[number]
 
     why = ""

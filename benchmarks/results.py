@@ -6,6 +6,7 @@ The file is written again after each row.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ class Results:
         self.path = path
         self._rows: dict[str, Row] = {}
         self._devices: dict[str, DeviceSpec] = {}
+        self._writing = threading.Lock()
         if path.exists():
             try:
                 read = json.loads(path.read_text())
@@ -40,14 +42,16 @@ class Results:
 
     def put(self, case: Case, row: Row) -> None:
         """Take a row, instead of an earlier one of the same case, and write the file."""
-        self._rows.pop(case.key, None)
-        self._rows[case.key] = row
-        self._write()
+        with self._writing:
+            self._rows.pop(case.key, None)
+            self._rows[case.key] = row
+            self._write()
 
     def put_device(self, machine: Mapping[str, Any], device: DeviceSpec) -> None:
         """Take the measured rates of a machine, and write the file."""
-        self._devices[_booted(machine)] = device
-        self._write()
+        with self._writing:
+            self._devices[_booted(machine)] = device
+            self._write()
 
     def device_of(self, machine: Mapping[str, Any]) -> DeviceSpec | None:
         """The rates of a machine as it was booted; None where they were not measured."""
@@ -71,7 +75,7 @@ class Results:
 
     def cases(self) -> list[Case]:
         """All cases that have a row."""
-        return [Case.of_row(row) for row in self._rows.values()]
+        return [Case.of_row(row) for row in list(self._rows.values())]  # others may put one meanwhile
 
     def all_measured(self) -> Iterator[tuple[Case, Row]]:
         """Every case that was timed, with its row."""

@@ -6,7 +6,9 @@ import argparse
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from benchmarks.results import Results
 from benchmarks.runner import Launch, run_case
 from benchmarks.search import search
 from benchmarks.table import launch_of
+from benchmarks.turns import Memory, Seat
 from hytrain_fx.forecast.bench.process import lacked_memory
 from hytrain_fx.forecast.memory import HOST_SHARE
 from hytrain_fx.forecast.named_devices import find_device
@@ -290,6 +293,54 @@ def test_batches_are_searched(faked: Callable[..., Ran], tmp_path: Path) -> None
     assert "| A | all, all | h8l4 x 2048 | hytrain_fx | **7** | 8 (+14.3%) |" in text
     assert "| **99** | 101 (+2.0%) | " in text
     assert (tmp_path / "largest_batch.png").read_bytes().startswith(PNG)
+
+
+def test_searches_side_by_side_find_the_same(faked: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seats of one GPU: each search is one seat's, and a trial waits for its caps' memory."""
+    ran = faked(ours=22, all_gpu=19)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(largest, "memory_here", lambda: Memory(60.0, 200.0))
+    words = ("--modes", "ours,ours:moments=bf16,all_gpu", "--batches", "4", "--family", "h24", "--start", "20", "--device-memory", "24",
+             "--host-memory", "64")
+    largest_of(tmp_path / "beside", *words, "--gpus", "1", "--rows-per-gpu", "2")
+    beside = sorted(ran())
+    largest_of(tmp_path / "alone", *words)
+    assert beside == sorted(ran())
+    found = [[line for line in (tmp_path / out / "largest_model.md").read_text().splitlines() if line.startswith("| A | 24, 64 |")]
+             for out in ("beside", "alone")]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
+def test_a_trial_waits_for_the_memory_of_its_caps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its GPU and of the host; what others hold is free once they have ended."""
+    monkeypatch.setattr(largest, "memory_here", lambda: Memory(60.0, 200.0))
+    trials = largest.Trials(Results(tmp_path / "trials.json"), Launch(tmp_path), H200, again=False, retry=False)
+    seat = Seat("0", (0,), shared=True)
+    third = threading.Event()
+
+    def begin_third() -> None:
+        with trials._room(CAPPED, seat):
+            third.set()
+
+    with ExitStack() as rooms:
+        rooms.enter_context(trials._room(CAPPED, seat))
+        with trials._room(CAPPED, seat):
+            waits = threading.Thread(target=begin_third)
+            waits.start()
+            assert not third.wait(1.5)
+        assert third.wait(20)
+        waits.join()
+
+
+@pytest.mark.parametrize("caps", [(), ("--device-memory", "24"), ("--host-memory", "64")])
+def test_side_by_side_needs_both_caps(
+    caps: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trial that may use up all has no room beside others; the error says what to give."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert command_line.main(["largest", "--out", str(tmp_path), "--gpus", "1", *caps]) != 0
+    assert "found --gpus without caps" in capsys.readouterr().err
 
 
 def test_a_failure_of_another_kind_is_no_edge(faked: Callable[..., Ran], tmp_path: Path) -> None:
