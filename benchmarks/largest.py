@@ -9,8 +9,8 @@ The search begins at what is estimated to fit and ends where one trains and the 
 --total-s, goes on where it stopped. Each is timed, and says what memory it was estimated to take
 before it ran, and what it took. largest_model.md and .png (or largest_batch) show what was found.
 
-With --gpus (and --rows-per-gpu) searches run side by side, one on each seat. A trial begins when the memory of its caps
-is free, compiles beside others, and is timed alone.
+With --gpus (and --rows-per-gpu) searches run side by side, one on each seat. A trial begins when
+the memory of its caps is free, compiles beside others, and is timed alone.
 
 --device-memory holds torch's allocator to so many 10^9 bytes; the CUDA context is not part of that.
 --host-memory ends a trial whose processes hold more. A model grows by layers of one width: the
