@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds for one row")
     parser.add_argument("--out", type=Path, default=Path("ranks.json"), help="the rows; what each of them prints is beside it")
     parser.add_argument("--look", action="store_true",
-                        help="ours: a recorded step and explain's text of each rank go to the row's log, and a Chrome trace beside it")
+                        help="ours, timed: a recorded step and explain's text of each rank go to the row's log, a Chrome trace beside it")
     parser.add_argument("--rank-of", choices=ROWS, default=None, help=argparse.SUPPRESS)  # what torchrun starts
     parser.add_argument("--turn", type=Path, default=None, help=argparse.SUPPRESS)
 
@@ -213,7 +213,8 @@ def _row_of(row: RankRow, arguments: argparse.Namespace, rounds: Rounds) -> dict
     """Start the ranks of one row, and read what rank 0 prints."""
     name = file_name(f"{row.title} {row.workload}")
     turn = _Turn(rounds, arguments.out.with_suffix(f".{name}.turn"))
-    look = ["--look", "--out", str(arguments.out.with_suffix(f".{name}.trace.json"))] if arguments.look else []
+    looks = arguments.look and not row.bits  # a few steps are too few for a plan to look at
+    look = ["--look", "--out", str(arguments.out.with_suffix(f".{name}.trace.json"))] if looks else []
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.gpus), "-m", "benchmarks",
                "ranks", *one_rank.arguments_of(row), *look, *(["--turn", str(turn.path)] if arguments.together > 1 else [])]
     log = arguments.out.with_suffix(f".{name}.log")

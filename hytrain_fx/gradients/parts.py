@@ -93,6 +93,7 @@ class BackwardParts:
         self._waiting: WeakKeyDictionary[Node, int] = WeakKeyDictionary()  # by node of a compiled backward: its call
         self._ran: WeakSet[Node] = WeakSet()  # those of them that have run since the last call: some may again (retain_graph)
         self._several_wait = False
+        self._counted = -1  # number of the backward for which that was last looked at, with no forward since
 
     def call_begins(self) -> None:
         """The model is called with gradients on."""
@@ -105,11 +106,14 @@ class BackwardParts:
         """A compiled forward has; `node` is to run its backward."""
         if node is not None:
             self._waiting[node] = self._call
+            self._counted = -1
 
     def backward_runs(self, node: Node) -> None:
         """A compiled backward begins."""
         self._ran.add(node)
-        self._several_wait = not self.calls_are_apart and len(set(self._waiting.values())) > 1
+        if (backward := running_backward()) != self._counted:  # once: the nodes are as many as graphs
+            self._counted = backward
+            self._several_wait = not self.calls_are_apart and len(set(self._waiting.values())) > 1
 
     def use_eagerly(self, rows: Collection[int], *, in_forward: bool) -> None:
         """Eager code has read these weights where gradients are on: some may come from it."""

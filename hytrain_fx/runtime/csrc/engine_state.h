@@ -61,6 +61,11 @@ struct EngineState {
   // ones.
   void raise_all_flags();
   void notify_all();
+  // All chunks of the row's new weight are on their way, or left out. A step has hundreds of rows: a
+  // launching thread that waits for one is not woken for the others.
+  void notify_issued(const Row& row) {
+    if (row.awaited > 0) issued_cv.notify_all();
+  }
 
   // The streamed row that may be updated last, of those with chunks to be sent; null: there is none.
   const Row* opens_last() const;

@@ -155,6 +155,7 @@ class Row {
   // the compute stream that wait() has made wait for `weight`
   std::optional<const void*> awaited_on;
   int issued = 0;
+  int awaited = 0;  // threads that wait() holds up until it is issued
   // number of the H2D copy of `weight`: the lane is in order, so the latest counts
   uint64_t issue = 0;
 

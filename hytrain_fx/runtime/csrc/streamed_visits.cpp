@@ -60,7 +60,7 @@ InFlight StreamedVisits::send(const Upload& upload, EngineLock& lock) {
   if (row.is_issued()) {
     row.streamed.stored = lanes.out;
     row.streamed.visit = upload.slot->visit;
-    state_.issued_cv.notify_all();
+    state_.notify_issued(row);
   }
   return {lanes.in, bytes, nullptr};
 }

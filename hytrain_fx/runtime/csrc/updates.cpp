@@ -124,7 +124,7 @@ void Updates::leave_out(Row& row) {
 void Updates::count_left_out(Row& row, Chunk& chunk) {
   chunk.set_state(ChunkState::LEFT_OUT);
   ++row.issued;
-  if (row.is_issued()) state_.issued_cv.notify_all();
+  if (row.is_issued()) state_.notify_issued(row);
 }
 
 // The weight of a chunk that was updated on a guess may go to the device ahead of its factors,
@@ -150,7 +150,7 @@ void Updates::count_sent(Row& row, const EventPtr& end, uint64_t issue) {
   ++row.issued;
   if (row.is_issued()) {
     row.last_busy_us = row.busy_us;
-    state_.issued_cv.notify_all();
+    state_.notify_issued(row);
   }
 }
 

@@ -84,6 +84,19 @@ void Waits::settle(const int32_t* rows, int n) {
   }
 }
 
+template <class Done>
+void Waits::await_issued(Row& row, EngineLock& lock, Done issued) {
+  ++state_.waiting;
+  ++row.awaited;
+  state_.upload_cv.notify_one();
+  const bool in_time = state_.issued_cv.wait_for(lock, std::chrono::duration<double>(state_.options.timeout_s), issued);
+  --row.awaited;
+  --state_.waiting;
+  if (in_time) return;
+  throw std::runtime_error(row.name() + ": " + std::to_string(row.issued) + " of " + std::to_string(row.size()) +
+                           " chunks of its new weight were on their way after " + std::to_string(state_.options.timeout_s) + " s");
+}
+
 // Several threads may wait for one row. The first that wakes ends the step for it, and the
 // launching thread may begin the next one before the others wake. So they leave the row as they
 // find it.
@@ -92,14 +105,7 @@ void Waits::finish(Row& row, EngineLock& lock) {
   const uint64_t commit = row.commit;
   auto is_over = [&] { return row.phase != Phase::PENDING || row.commit != commit; };
   auto issued = [&] { return is_over() || row.is_issued() || state_.has_failed(); };
-  ++state_.waiting;
-  state_.upload_cv.notify_one();
-  const bool in_time = state_.issued_cv.wait_for(lock, std::chrono::duration<double>(state_.options.timeout_s), issued);
-  --state_.waiting;
-  if (!in_time) {
-    throw std::runtime_error(row.name() + ": " + std::to_string(row.issued) + " of " + std::to_string(row.size()) +
-                             " chunks of its new weight were on their way after " + std::to_string(state_.options.timeout_s) + " s");
-  }
+  if (!issued()) await_issued(row, lock, issued);
   state_.throw_if_failed();
   if (is_over()) return;
   row.released = row.ready = row.open = nullptr;

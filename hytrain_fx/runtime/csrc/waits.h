@@ -19,6 +19,8 @@ class Waits {
 
  private:
   void finish(Row& row, EngineLock& lock);
+  template <class Done>
+  void await_issued(Row& row, EngineLock& lock, Done issued);
 
   EngineState& state_;
   EarlyUpdates& early_;
