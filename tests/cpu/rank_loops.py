@@ -6,6 +6,7 @@ by hand: one after the other, without a bucket.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import time
@@ -29,6 +30,7 @@ from hytrain_fx.runtime.engine import Stage
 from .interpreted import graphs_interpreted
 from .loops import HYPER, HandAdam, assert_same, weights
 
+_STACKS_AFTER_S = 50.0  # a group gives up after 60
 WIDTH, WORDS = 48, 40
 LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"),
          ("evaluated", "bfloat16"), ("scaler", "float32"), ("moments", "bfloat16"))
@@ -74,6 +76,7 @@ def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = 
 def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str, fused: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(_STACKS_AFTER_S, repeat=True)  # shown where the test fails: ranks that wait for each other say where
     on_gpu: Any = nullcontext()  # on the CPU no mode is on: under one, torch does not capture Tensor.unflatten
     if backend in ("nccl", ONE_GPU):
         on_gpu = torch.device("cuda", rank if backend == "nccl" else 0)
