@@ -37,8 +37,8 @@ class FinishedStep:
     """What the session knows of the step that has just ended.
 
     steps_done, steps_us             finished steps, and the lengths of the last ones, newest last
-    early_updates, awaits_factors    whether updates will begin before `step()`, and whether they
-                                     wait for clipping's or the loss scale's factor
+    early_updates    whether updates will begin before `step()`, or on a guess at what they wait for
+    awaits_factors   whether they wait for clipping's or the loss scale's factor
     tries                            whether it is being found out when they had better begin
     """
 

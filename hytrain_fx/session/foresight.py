@@ -99,7 +99,7 @@ class Foresight:
         self._calm = 0  # last steps with early updates and none undone
         self._missed = engine.early_counts().missed
         self._contest = Contest()
-        self._awaits_factors = False
+        self._awaits_factors = self._guesses_factors = False
 
     @property
     def awaits_factors(self) -> bool:
@@ -133,6 +133,13 @@ class Foresight:
         """
         return not self._is_off and (self._always or (self._alike > 0 and self._contest.early))
 
+    @property
+    def will_begin_early(self) -> bool:
+        """Whether updates will begin before their steps, or as most of the last commit's did: on a
+        guess at the factors that they wait for.
+        """
+        return self.will_go_ahead or self._guesses_factors
+
     def sent(self, rows: Sequence[int]) -> None:
         """The gradients of these rows on the host are on their way to their slots."""
         if self._is_off or not self._watches:
@@ -158,6 +165,7 @@ class Foresight:
         """
         counts = self._engine.early_counts()
         self._awaits_factors = counts.waiting_params > 0
+        self._guesses_factors = 2 * counts.guessed_params > counts.waiting_params
         if self._is_off:
             return
         if self._always:

@@ -258,7 +258,7 @@ class Session:
         self.marks.end_step()
         self.steps_done += 1
         steps_us, ahead = tuple(self.step_us), self.foresight
-        self.planning.after_step(FinishedStep(self.steps_done, steps_us, ahead.will_go_ahead, ahead.awaits_factors, ahead.tries))
+        self.planning.after_step(FinishedStep(self.steps_done, steps_us, ahead.will_begin_early, ahead.awaits_factors, ahead.tries))
         if self.clock.step_ends():
             self.resources.full_speed()
         self._outside.stepped(self.planning.captured_steps > 0, bool(self.eager.last_gradient_rows))

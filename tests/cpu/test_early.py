@@ -499,6 +499,25 @@ def test_a_loop_whose_factors_are_guessed_is_learned(learner: Twins, monkeypatch
     assert not learner.session.foresight.awaits_factors
 
 
+@pytest.mark.parametrize("guessed", [False, True])
+def test_predictions_know_that_updates_begin_on_a_guess(learner: Twins, monkeypatch: pytest.MonkeyPatch, guessed: bool) -> None:
+    """At a factor, from `step()` on: they run beside the backward as those before `step()` do."""
+    engine = learner.session.engine
+    counted = engine.early_counts
+
+    def awaiting() -> EarlyCounts:
+        of = counted()
+        return replace(of, waiting_params=of.host_params, guessed_params=of.host_params if guessed else 0)
+
+    monkeypatch.setattr(foresight, "Contest", lambda: Tried(False))
+    learner.session.speculate("auto", runs_behind=True)
+    monkeypatch.setattr(engine, "early_counts", awaiting)
+    learner.agree(plain_loop(6))
+    assert not learner.session.foresight.will_go_ahead
+    assert learner.session.planning.discipline.early_weights
+    assert learner.session.planning.discipline.early_updates == guessed
+
+
 def test_without_speculation_nothing_is_learned() -> None:
     """Without speculation no update begins before step().
 
