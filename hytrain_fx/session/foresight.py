@@ -14,7 +14,7 @@ factor, and gains nothing.) And each step had every gradient that went to its sl
 made by one backward, with the hyper-parameters that its group had during that backward. A step that
 undoes updates makes the next harder to earn.
 
-Both ways are timed then, and the faster one stays (session/contest.py). Where nearly all gradients
+The ways are timed then, and the fastest stays (session/contest.py). Where nearly all gradients
 are there, the loop seems to wait for the device, and updates go ahead first. It may also have done
 so in its first steps alone, and be a step ahead of the device from then on.
 
@@ -98,7 +98,7 @@ class Foresight:
         self._needed = _STEPS
         self._calm = 0  # last steps with early updates and none undone
         self._missed = engine.early_counts().missed
-        self._contest = Contest()
+        self._contest = Contest(engine.workers > 1)
         self._awaits_factors = self._guesses_factors = False
 
     @property
@@ -108,7 +108,7 @@ class Foresight:
 
     @property
     def tried(self) -> str | None:
-        """What trying both ways has shown, in a sentence; None where that was not done."""
+        """What trying the ways has shown, in a sentence; None where that was not done."""
         return self._contest.why
 
     @property
@@ -118,7 +118,7 @@ class Foresight:
 
     @property
     def tries(self) -> bool:
-        """Whether both ways are being tried, and none has been chosen."""
+        """Whether the ways are being tried, and none has been chosen."""
         return not self._is_off and not self._always and self._is_learned and self._contest.why is None
 
     @property
@@ -150,7 +150,7 @@ class Foresight:
         for scalars, of in self._builder.foreseen(rows, self._group_of, self._numbers):
             self._sent.append(_Sent(of, [self._generation[row] for row in of], scalars))
             if goes_ahead:
-                self._engine.commit_early(of, scalars)
+                self._engine.commit_early(of, scalars, self._contest.early_workers(self._engine.workers))
 
     def dropped(self) -> None:
         """Gradients were dropped."""

@@ -1,4 +1,4 @@
-"""Both ways of beginning updates are timed, and the faster one stays."""
+"""The ways of beginning updates are timed, and the fastest stays."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.session.contest import _REST, _SETTLING, _TIMED, Contest, middle_mean
+from hytrain_fx.session.contest import _REST, _SETTLING, _TIMED, Contest, Way, middle_mean
 
 
 class Loop:
     """Steps whose length depends on the way that is in force."""
 
-    def __init__(self, early_s: float, with_step_s: float) -> None:
+    def __init__(self, early_s: float, with_step_s: float, by_half_s: float | None = None) -> None:
         self.now_s = 0.0
-        self.took_s = {True: early_s, False: with_step_s}
-        self.contest = Contest(lambda: self.now_s)
+        self.took_s = {Way.EARLY: early_s, Way.WITH_STEP: with_step_s, Way.EARLY_BY_HALF: by_half_s or 0.0}
+        self.contest = Contest(by_half_s is not None, lambda: self.now_s)
 
     def step(self, extra_s: float = 0.0) -> bool:
-        """One step; the way it was made in."""
+        """One step; whether its updates were early."""
         early = self.contest.early
-        self.now_s += self.took_s[early] + extra_s
+        self.now_s += self.took_s[self.contest.way] + extra_s
         self.contest.stepped()
         return early
 
     def until_decided(self) -> int:
-        """Steps until both ways have been timed."""
+        """Steps until the ways have been timed."""
         steps = 0
         while self.contest.why is None:
             self.step()
@@ -45,11 +45,29 @@ def test_the_faster_way_stays(early_s: float, stays: bool) -> None:
     assert [loop.step() for _ in range(_REST - 1)] == [stays] * (_REST - 1)
 
 
+@pytest.mark.parametrize(("by_half_s", "stays"), [(0.22, Way.EARLY_BY_HALF), (0.26, Way.WITH_STEP)])
+def test_half_of_the_workers_are_tried_where_all_have_lost(by_half_s: float, stays: Way) -> None:
+    """They slow the backward less. The sentence names all three times."""
+    loop = Loop(0.30, 0.25, by_half_s)
+    assert loop.until_decided() == 3 * (_SETTLING + _TIMED) + 1
+    assert loop.contest.way is stays
+    assert loop.contest.why is not None
+    assert f"300 ms a step, {by_half_s * 1e3:.0f} ms by half of the workers, 250 ms where they begin with it" in loop.contest.why
+    assert loop.contest.early_workers(12) == (6 if stays is Way.EARLY_BY_HALF else 12)
+
+
+def test_half_of_the_workers_are_not_tried_where_all_win() -> None:
+    """Or where there is one."""
+    for loop in (Loop(0.20, 0.25, 0.10), Loop(0.30, 0.25)):
+        assert loop.until_decided() == 2 * (_SETTLING + _TIMED) + 1
+        assert loop.contest.early_workers(12) == 12
+
+
 def test_a_loop_that_changes_is_timed_again() -> None:
     """After its rest the other way is tried again, and may win then."""
     loop = Loop(0.30, 0.25)
     loop.until_decided()
-    loop.took_s[True] = 0.20
+    loop.took_s[Way.EARLY] = 0.20
     for _ in range(_REST + _SETTLING + _TIMED):
         loop.step()
     assert loop.contest.early

@@ -406,11 +406,54 @@ class Tried:
     def try_first(self, early: bool) -> None:
         self.firsts.add(early)
 
+    def early_workers(self, workers: int) -> int:
+        return workers
+
     def stepped(self) -> None:
         self.steps += 1
 
     def pause(self) -> None:
         self.pauses += 1
+
+
+class ByHalf(Tried):
+    """Says that half of the workers are enough."""
+
+    def early_workers(self, workers: int) -> int:
+        return workers // 2
+
+
+def test_half_of_the_workers_update_before_step(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that was found to be the fastest; all of them from step() on. No bit changes."""
+    engine, before_step = twins.session.engine, list[tuple[float, float]]()
+    monkeypatch.setattr(twins.session.foresight, "_contest", ByHalf(False))
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        found = []
+        for step in range(5):
+            loss = model(*batches[step % 3])
+            if find_session(model) is not None:
+                hytrain_fx.settle(model)  # updates from here on are early
+            begin_s = time.perf_counter()
+            backward(model, loss)
+            if find_session(model) is not None:
+                before_step.append((1e6 * begin_s, 1e6 * time.perf_counter()))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    engine.set_delay(Stage.CPU_UPDATE, 300)
+    twins.session.record(True)
+    try:
+        twins.agree(loop)
+        updates = [record for record in engine.take_records() if record.stage is Stage.CPU_UPDATE]
+    finally:
+        twins.session.record(False)
+        engine.set_delay(Stage.CPU_UPDATE, 0)
+    early = [record.worker for record in updates if any(begin <= record.begin_us < end for begin, end in before_step)]
+    assert set(early) == {0}
+    assert len(early) < len(updates)
 
 
 def test_a_tenth_of_the_gradients_is_late(learner: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +483,7 @@ def test_a_tenth_of_the_gradients_is_late(learner: Twins, monkeypatch: pytest.Mo
             if find_session(model) is not None:
                 found.append(learner.session.foresight.goes_ahead)
 
-        monkeypatch.setattr(foresight, "Contest", lambda: tried)
+        monkeypatch.setattr(foresight, "Contest", lambda halves: tried)
         learner.session.speculate("auto", runs_behind=True)  # whatever was learned before
         learner.agree(steps(land, len(shares), waits=False))
         return [*found, learner.session.foresight.goes_ahead]
@@ -509,7 +552,7 @@ def test_predictions_know_that_updates_begin_on_a_guess(learner: Twins, monkeypa
         of = counted()
         return replace(of, waiting_params=of.host_params, guessed_params=of.host_params if guessed else 0)
 
-    monkeypatch.setattr(foresight, "Contest", lambda: Tried(False))
+    monkeypatch.setattr(foresight, "Contest", lambda halves: Tried(False))
     learner.session.speculate("auto", runs_behind=True)
     monkeypatch.setattr(engine, "early_counts", awaiting)
     learner.agree(plain_loop(6))

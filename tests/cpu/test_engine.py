@@ -295,7 +295,7 @@ def test_amsgrad_without_its_state_is_an_error_and_nothing_is_updated(make_engin
             engine.grad_offload([0], [torch.ones(10)])
             engine.arm_cpu([0])
             engine.arm_reload([0])
-            engine.commit_early((0,), amsgrad)
+            engine.commit_early((0,), amsgrad, 1)
         with pytest.raises(EngineError, match="row 0 is committed with amsgrad and has no state for it"):
             engine.commit([CommitItem(0, amsgrad, None if place == "host" else torch.ones(10), at_end=True)])
         assert torch.equal(loop.weights[0], before)

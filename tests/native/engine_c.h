@@ -34,7 +34,7 @@ int hytrain_arm_gpu(hytrain_fx::Engine*, const int32_t*, int, void*);
 int hytrain_arm_reload(hytrain_fx::Engine*, const int32_t*, int);
 int hytrain_release(hytrain_fx::Engine*, const int32_t*, int, void*);
 int hytrain_commit(hytrain_fx::Engine*, const hytrain_fx::CommitItem*, int, const void* const*, int, int, void*);
-int hytrain_commit_early(hytrain_fx::Engine*, const int32_t*, int, const hytrain_fx::UpdateScalars*);
+int hytrain_commit_early(hytrain_fx::Engine*, const int32_t*, int, const hytrain_fx::UpdateScalars*, int);
 int hytrain_early_counts(hytrain_fx::Engine*, hytrain_fx::EarlyCounts*);
 int hytrain_skipped(hytrain_fx::Engine*, int*);
 int hytrain_knows_skipped(hytrain_fx::Engine*, int*);

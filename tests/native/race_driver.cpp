@@ -423,7 +423,7 @@ class Run {
         if (rows_[item.row].unit == unit) early.push_back(item);
       }
       if (other && chance(70)) early.clear();
-      for (const CommitItem& item : early) check(hytrain_commit_early(engine_, &item.row, 1, &item.scalars));
+      for (const CommitItem& item : early) check(hytrain_commit_early(engine_, &item.row, 1, &item.scalars, chance(50) ? 1 : kWorkers));
       check(hytrain_arm_cpu(engine_, of.data(), n));
       check(hytrain_arm_gpu(engine_, of.data(), n, stream()));
       check(hytrain_arm_reload(engine_, of.data(), n));

@@ -21,7 +21,7 @@ OUR_WARMUP_STEPS = 30  # measures, plans and looks again twice
 OTHER_WARMUP_STEPS = 3  # fills caches
 # Without a new plan, and with no way of updating still being tried, before the first window; and
 # how long that is waited for.
-CALM_STEPS, MOST_CALMING_STEPS = 10, 150
+CALM_STEPS, MOST_CALMING_STEPS = 10, 210
 _LAUNCHES = 7
 
 

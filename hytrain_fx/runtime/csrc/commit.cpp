@@ -1,6 +1,7 @@
 #include "commit.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hytrain_fx {
 namespace {
@@ -35,6 +36,7 @@ void Commit::run(const CommitItem* items, int n, const void* const* factors, int
     }
   }
   parts_.early.give_up_all();
+  if (std::exchange(state_.goes_ahead, false)) state_.work_cv.notify_all();
   parts_.on_device.launch(on_device, end, skip_at);
   const bool any_lands = std::any_of(items, items + n, [this](const CommitItem& item) { return state_.row(item.row).on_host(); });
   if (any_lands && !on_lane) state_.device->wait(Lane::D2H, end);  // else the lane has waited for it

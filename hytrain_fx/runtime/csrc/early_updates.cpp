@@ -15,6 +15,7 @@ void EarlyUpdates::begin(const int32_t* rows, int n, const UpdateScalars& scalar
     row.phase = Phase::EARLY;
     row.factors_are = Factors::GUESSED;
     row.early_commit = state_.commits;
+    state_.goes_ahead = true;
     state_.queue_ready(row);
   }
 }

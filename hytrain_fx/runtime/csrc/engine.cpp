@@ -210,10 +210,12 @@ void Engine::release(const int32_t* rows, int n, void* stream) {
   if (!state_.updated.empty()) state_.upload_cv.notify_one();
 }
 
-void Engine::commit_early(const int32_t* rows, int n, const UpdateScalars& scalars) {
+void Engine::commit_early(const int32_t* rows, int n, const UpdateScalars& scalars, int workers) {
+  if (workers < 1) throw std::logic_error("internal: no worker for updates ahead of a commit");
   EngineLock lock(state_.mutex);
   homeward_.carry_all(lock);  // another thread's drain() may be reading the states
   state_.throw_if_failed();
+  state_.early_workers = workers;
   early_.begin(rows, n, scalars);
 }
 

@@ -77,7 +77,8 @@ class Engine {
   // each with these scalars and the factors of its last commit. commit() confirms the guess, or has
   // the rows put back and updated again. drain(), discard() and a new gradient put them back. Rows
   // for which it would not pay, or for which there is no shadow memory, wait for their commit.
-  void commit_early(const int32_t* rows, int n, const UpdateScalars& scalars);
+  // Until then so many workers update, at least one.
+  void commit_early(const int32_t* rows, int n, const UpdateScalars& scalars, int workers);
   // Whether the last commit with a `skip` was left out; waits until that is known.
   bool skipped() { return slots_.await_skipped(); }
   bool knows_skipped() { return slots_.knows_skipped(); }  // without a wait

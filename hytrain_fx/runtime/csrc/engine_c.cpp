@@ -111,8 +111,8 @@ int hytrain_commit(Engine* engine, const hytrain_fx::CommitItem* items, int n, c
                    void* stream) {
   return guarded(engine, [&] { engine->commit(items, n, factors, n_factors, skip, stream); });
 }
-int hytrain_commit_early(Engine* engine, const int32_t* rows, int n, const hytrain_fx::UpdateScalars* scalars) {
-  return guarded(engine, [&] { engine->commit_early(rows, n, *scalars); });
+int hytrain_commit_early(Engine* engine, const int32_t* rows, int n, const hytrain_fx::UpdateScalars* scalars, int workers) {
+  return guarded(engine, [&] { engine->commit_early(rows, n, *scalars, workers); });
 }
 int hytrain_early_counts(Engine* engine, hytrain_fx::EarlyCounts* out) {
   return guarded(engine, [&] { *out = engine->early_counts(); });

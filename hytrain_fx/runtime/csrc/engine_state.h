@@ -89,6 +89,8 @@ struct EngineState {
   std::set<Key> ahead;    // like `updated`, by guessed factors
   std::set<Key> streaming;  // streamed rows of the last commit with chunks to be sent, by chunk 0
   int waiting = 0;        // threads in wait()
+  int early_workers = 1;  // that update while `goes_ahead`
+  bool goes_ahead = false;  // rows of the backward that runs are updated ahead of their commit
   int flagged_rows = 0;   // with FLAGGED or PROMISED chunks
   uint64_t commits = 0;
   uint64_t issues = 0;    // copies of new weights

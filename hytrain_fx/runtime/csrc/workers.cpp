@@ -27,14 +27,14 @@ void Workers::run(int worker) {
   if (!cores_.empty()) pin_thread(cores_[worker]);
   EngineLock lock(state_.mutex);
   while (true) {
-    state_.work_cv.wait(lock, [this] {
-      return state_.stop || ((!state_.ready.empty() || !homeward_.is_empty()) && !state_.has_failed());
+    state_.work_cv.wait(lock, [this, worker] {
+      return state_.stop || ((may_update(worker) || !homeward_.is_empty()) && !state_.has_failed());
     });
     if (state_.stop) return;
-    if (state_.ready.empty()) {
-      homeward_.carry(lock);
-    } else {
+    if (may_update(worker)) {
       update(worker, *state_.ready.begin(), lock);
+    } else {
+      homeward_.carry(lock);
     }
   }
 }

@@ -16,6 +16,11 @@ class Workers {
   void run(int worker);  // its thread's
 
  private:
+  // Those that are left out while updates go ahead of their commit leave memory to the thread that
+  // launches the backward.
+  bool may_update(int worker) const {
+    return !state_.ready.empty() && (worker < state_.early_workers || !state_.goes_ahead);
+  }
   void update(int worker, const Key& key, EngineLock& lock);
 
   EngineState& state_;

@@ -236,7 +236,7 @@ class TorchEngine:
         if begin is not None:
             self._pipeline.lane_records.append(LaneRecord(Stage.GPU_UPDATE, row.index, 0, begin, row.written))
 
-    def commit_early(self, rows: tuple[int, ...], scalars: UpdateScalars) -> None:
+    def commit_early(self, rows: tuple[int, ...], scalars: UpdateScalars, workers: int) -> None:
         raise EngineError(f"the {self.name} engine begins no update before step()")
 
     def commit_unless(self, items: Sequence[CommitItem], skip: torch.Tensor) -> None:

@@ -317,9 +317,9 @@ class NativeEngine:
         self._call("finish_times", byref(out := CFinishTimes()))
         return FinishTimes(*(getattr(out, field.name) for field in fields(FinishTimes)))
 
-    def commit_early(self, rows: tuple[int, ...], scalars: UpdateScalars) -> None:
+    def commit_early(self, rows: tuple[int, ...], scalars: UpdateScalars, workers: int) -> None:
         self._make_shadow()
-        self._call("commit_early", self._rows_array(rows), len(rows), byref(self._scalar_structs.of(scalars)))
+        self._call("commit_early", self._rows_array(rows), len(rows), byref(self._scalar_structs.of(scalars)), workers)
 
     def wait(self, rows: Sequence[int]) -> None:
         self._call("wait", self._rows_array(rows), len(rows), self._stream())
