@@ -100,7 +100,7 @@ class Running:
         before = nodes_of(inputs)
         with self.within(instance):
             results = compiled(*inputs)
-        node = node_of_call(results, inputs, before)
+        node = node_of_call(results, inputs, before, self._behind)
         if node is not None:
             self._behind[node] = instance
         return results, node

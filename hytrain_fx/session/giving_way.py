@@ -99,7 +99,7 @@ class SlotsGiveWay:
     @property
     def may(self) -> bool:
         """As of `GivesWay`. Ranks gather weights alike, so none of them changes alone."""
-        return self.nbytes > 0 and self._units.ahead > 0 and not self._ranks
+        return self._units.has_units and self._units.ahead > 0 and not self._ranks
 
     def give(self, why: str) -> bool:
         """As of `GivesWay`."""

@@ -29,7 +29,7 @@ from hytrain_fx.runtime.ranks import count_of_ranks
 from hytrain_fx.runtime.states.memory_estimate import RowSize
 from hytrain_fx.runtime.states.streamed_homes import may_stream
 from hytrain_fx.runtime.updates import kernel_update
-from hytrain_fx.weights.device_slots import bytes_of_slots, places_in_slot
+from hytrain_fx.weights.device_slots import bytes_of_slots
 
 
 def with_weights_chosen(model: Any, optimizer: Any, config: Config) -> Config:
@@ -78,7 +78,7 @@ class _Counted:
         return DeviceNeeds(
             weights_bytes=sum(of.nbytes for of in tensors),
             streamed_bytes=sum(chain.from_iterable(streamed)),
-            slots_bytes=bytes_of_slots((places_in_slot(sizes)[1] for sizes in streamed if sizes), UNITS_AHEAD + 1),
+            slots_bytes=bytes_of_slots(filter(None, streamed), UNITS_AHEAD + 1),
             states_bytes=self._states_bytes(config, fixed),
             ring_bytes=ring_bytes_for(self.parameters, config, streams=False) + staging_bytes,
         )

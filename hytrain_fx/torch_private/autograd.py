@@ -7,7 +7,7 @@ forward saves for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from functools import cache
 from typing import Any, cast
@@ -68,24 +68,29 @@ def running_node() -> Node:
 
 
 def nodes_of(values: Iterable[Any]) -> list[Node]:
-    """Autograd's nodes that have made these values; of parameters none."""
+    """Autograd's nodes that have made these values; of parameters none.
+
+    Of a view those of its base too: once the view is written in place, its node leads there.
+    """
     tensors = (value for value in values if isinstance(value, Tensor) and not isinstance(value, Parameter))
-    return [node for tensor in tensors if (node := tensor.grad_fn) is not None]
+    bases = (of for tensor in tensors for of in (tensor, tensor._base) if of is not None)
+    return [node for tensor in bases if (node := tensor.grad_fn) is not None]
 
 
-def node_of_call(results: Iterable[Any], inputs: Iterable[Any], before: Iterable[Node]) -> Node | None:
+def node_of_call(results: Iterable[Any], inputs: Iterable[Any], before: Iterable[Node], others: Container[Node] = ()) -> Node | None:
     """The node that runs the backward of the compiled function that gave these results.
 
     It is one and the same, and lives as long as the graph. None where no gradient comes there.
 
     inputs    of the call, which it may have written in place
     before    `nodes_of` them before it: what these lead to is not of the call
+    others    nodes of other calls, nor is theirs
     """
     seen = set(before)
     found: deque[Any] = deque((*nodes_of(results), *nodes_of(inputs)))
     while found:
         node = found.popleft()
-        if node in seen:
+        if node in seen or node in others:
             continue
         if isinstance(node, BackwardCFunction):
             return cast(Node, node)

@@ -4,8 +4,9 @@
     filled      a copy on the lane fills it: readers wait for `ready`
     give        the readers that were launched by now are the last: the next copy waits for `free`
 
-A slot that was given keeps what it has until it is taken for something else. As many as are planned
-are made at once, and stay until the model is closed, so nothing is torn into pieces.
+A slot that was given keeps what it has until it is taken for something else. Slots are made when
+they are first needed, or all that a plan counts on at once (`make`), and stay until the model is
+closed, so nothing is torn into pieces.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
 class SlotPool:
     """The slots of one session.
 
-    of_a_size   so many are planned of each size, where so many units have it
+    of_a_size   so many are made of each size before one that was filled ahead of need is taken
+                from its unit
     """
 
     def __init__(self, device: torch.device, of_a_size: int) -> None:
@@ -93,28 +95,26 @@ class SlotPool:
         return sum(slot.nbytes for slot in self.slots)
 
     def make(self, units: Iterable[int]) -> None:
-        """Make those that are missing of the planned ones. Raises torch.OutOfMemoryError.
+        """Make those that are missing for these units. Raises torch.OutOfMemoryError.
 
         units   bytes of each unit in its slot
         """
         there = Counter(slot.nbytes for slot in self.slots)
-        for nbytes, count in _planned(units, self.of_a_size).items():
+        for nbytes, count in _at_once(units, self.of_a_size).items():
             self._idle.extend(self._make(nbytes) for _ in range(count - there[nbytes]))
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least that size, for what is needed now.
-
-        One that was filled ahead of need is taken from its unit before one more is made. Raises
-        torch.OutOfMemoryError.
-        """
+        """A slot of at least that size, for what is needed now. Raises torch.OutOfMemoryError."""
         wanted = slot_bytes(nbytes)
-        slot = self._take_idle(wanted) or self._take_filled_ahead(wanted) or self._make(wanted)
+        slot = self._take_idle(wanted) or self._made_within_limit(wanted) or self._take_filled_ahead(wanted)
+        slot = slot or self._make(wanted)
         slot.ahead = False
         return slot
 
     def take_ahead(self, nbytes: int) -> Slot | None:
         """The same for what is brought ahead of need; None where that would take more memory."""
-        return self._take_idle(slot_bytes(nbytes))
+        wanted = slot_bytes(nbytes)
+        return self._take_idle(wanted) or self._made_within_limit(wanted)
 
     def use(self, slot: Slot) -> None:
         """Its weights are still there and are about to be read."""
@@ -144,13 +144,20 @@ class SlotPool:
 
     def _take_idle(self, wanted: int) -> Slot | None:
         exact = next((slot for slot in self._idle if slot.nbytes == wanted), None)
-        found = exact or min((slot for slot in self._idle if slot.nbytes > wanted), key=lambda slot: slot.nbytes, default=None)
+        full = self._count(wanted) >= self.of_a_size
+        found = exact or (min((s for s in self._idle if s.nbytes > wanted), key=lambda s: s.nbytes, default=None) if full else None)
         if found is not None:
             self._idle.remove(found)
         return found
 
+    def _made_within_limit(self, wanted: int) -> Slot | None:
+        return self._make(wanted) if self._count(wanted) < self.of_a_size else None
+
     def _take_filled_ahead(self, wanted: int) -> Slot | None:
         return next((slot for slot in reversed(self.slots) if slot.ahead and slot.nbytes >= wanted), None)
+
+    def _count(self, wanted: int) -> int:
+        return Counter(slot.nbytes for slot in self.slots)[wanted]
 
     def _make(self, wanted: int) -> Slot:
         with torch.inference_mode(False):  # training is given the slot later, and writes to it
@@ -162,17 +169,18 @@ class SlotPool:
         return slot
 
 
-def bytes_of_slots(units: Iterable[int], of_a_size: int) -> int:
-    """Bytes of the planned slots.
+def bytes_of_slots(units: Iterable[list[int]], of_a_size: int) -> int:
+    """Bytes of the slots once `of_a_size` units of each size are there at once.
 
-    units       bytes of each unit in its slot (`places_in_slot`)
+    units       the sizes of each unit's weights
     of_a_size   as `SlotPool` has it
     """
-    return sum(nbytes * count for nbytes, count in _planned(units, of_a_size).items())
+    slots = _at_once((places_in_slot(sizes)[1] for sizes in units), of_a_size)
+    return sum(nbytes * count for nbytes, count in slots.items())
 
 
-def _planned(units: Iterable[int], of_a_size: int) -> dict[int, int]:
-    """How many of each size: `of_a_size`, or one for each unit where they are fewer."""
+def _at_once(units: Iterable[int], of_a_size: int) -> dict[int, int]:
+    """How many slots of each size these units may fill at once."""
     return {nbytes: min(count, of_a_size) for nbytes, count in Counter(units).items()}
 
 

@@ -9,7 +9,11 @@ the next unit that it shares with the last one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from typing import Final
+
+_MOST: Final = 1 << 16  # uses that are noted of a step: a loop may never call step()
 
 
 class FetchOrder:
@@ -20,9 +24,18 @@ class FetchOrder:
         self._now: list[int] = []
         self._at = 0  # in `_last`: what is expected next
 
-    def needed(self, unit: int, ahead: int) -> Sequence[int]:
-        """The units to bring ahead of need, at most `ahead`, the next one first."""
-        self._now.append(unit)
+    @property
+    def units(self) -> Set[int]:
+        """What the last step needed."""
+        return set(self._last)
+
+    def needed(self, unit: int, ahead: int, *, evaluates: bool = False) -> Sequence[int]:
+        """The units to bring ahead of need, at most `ahead`, the next one first.
+
+        evaluates   no backward is to come: this is no part of a step
+        """
+        if not evaluates and len(self._now) < _MOST:
+            self._now.append(unit)
         place = self._find(unit)
         if place is None:
             return ()
@@ -37,6 +50,6 @@ class FetchOrder:
 
     def _find(self, unit: int) -> int | None:
         for begin in (self._at, 0):
-            if unit in self._last[begin:]:
+            with suppress(ValueError):
                 return self._last.index(unit, begin)
         return None

@@ -39,9 +39,11 @@ class GraphRun:
 
     order      of what it gathers from all ranks; None on one process
     backward   whether it is one of a backward
+    evaluates  whether it is a forward that no backward comes after
     """
 
     order: GatherOrder | None = None
     backward: bool = False
+    evaluates: bool = False
     fetched: set[int] = field(default_factory=set)
     reads: Counter[int] = field(default_factory=Counter)

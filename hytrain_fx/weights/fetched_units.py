@@ -17,7 +17,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Final
 
 import torch
@@ -71,7 +71,6 @@ class FetchedUnits:
         self._units: dict[int, FetchedUnit] = {}
         self._lane = CopyLane(table.device)
         self._pool = SlotPool(table.device, self.ahead + 1)
-        self._has_slots = False  # as many as are planned
         self._order = FetchOrder()
         self._runs = threading.local()  # of graphs, in this thread: what each is reading
         self._fills_nan = bool(os.environ.get(NAN_VARIABLE))
@@ -87,7 +86,6 @@ class FetchedUnits:
         for unit in self._units.values():
             begins, unit.nbytes = places_in_slot([self.nbytes(row) for row in unit.rows])
             unit.rows = dict(zip(unit.rows, begins, strict=True))
-        self._has_slots = False
 
     def nbytes(self, row: int) -> int:
         """Bytes of a weight."""
@@ -104,7 +102,11 @@ class FetchedUnits:
             unit.uses.clear()
             unit.covered = True
         self._pool.clear()
-        self._has_slots = False
+
+    @property
+    def has_units(self) -> bool:
+        """Whether any weights may pass through slots, also where none has been made."""
+        return bool(self._units)
 
     @property
     def slot_bytes(self) -> int:
@@ -112,46 +114,55 @@ class FetchedUnits:
         return self._pool.nbytes
 
     def slot_bytes_for(self, rows: Iterable[int]) -> int:
-        """Bytes of the slots planned for these rows."""
+        """Bytes of the slots for these rows, once as many units as planned are there."""
         sizes: dict[int, list[int]] = {}
         for row in sorted(rows):
             sizes.setdefault(self._unit_of[row], []).append(self.nbytes(row))
-        return bytes_of_slots((places_in_slot(of_unit)[1] for of_unit in sizes.values()), self._pool.of_a_size)
+        return bytes_of_slots(sizes.values(), self._pool.of_a_size)
 
     def look_ahead(self, units: int) -> None:
         """Bring so many units ahead of need from now on, in one slot more of each size.
 
-        Where that is fewer than before, all slots go and the next graph makes new ones. No graph
-        runs.
+        Where that is fewer than before, all slots go and new ones are made. No graph runs.
         """
         with self.lock:
             if units < self.ahead:
                 self.drop_slots()
-            self.ahead, self._pool.of_a_size, self._has_slots = units, units + 1, False
+            self.ahead, self._pool.of_a_size = units, units + 1
+
+    def make_slots(self) -> None:
+        """Make all that the units of the last step may fill at once, as far as the device has room.
+
+        Left to be made when they are needed, fewer are there where updates hold fetches back, and
+        the device has less in use than was estimated.
+        """
+        with self.lock, suppress(torch.OutOfMemoryError):
+            read = (self._units[number] for number in self._order.units if number in self._units)
+            self._pool.make(unit.nbytes for unit in read if not all(self._of[row].has_memory for row in unit.rows))
 
     # ---- while graphs run ----
 
     @contextmanager
-    def running(self, graph: int, calls: Sequence[tuple[Sequence[int], int]], *, backward: bool = False) -> Iterator[None]:
+    def running(
+        self, graph: int, calls: Sequence[tuple[Sequence[int], int]], *, backward: bool = False, evaluates: bool = False
+    ) -> Iterator[None]:
         """Around one run of a compiled graph.
 
         calls      of each node that fetches: its rows, and how many that take gradients come before
                    it
         backward   whether it is one of a backward
+        evaluates  whether it is a forward that no backward comes after
 
-        The planned slots are made before it begins. What its nodes have not let go of is let go of
-        as it ends.
+        What its nodes have not let go of is let go of as it ends.
 
         Raises DroppedNodeError where it has not fetched them all, RankError where sharded weights
-        are not gathered alike, torch.OutOfMemoryError where slots do not fit.
+        are not gathered alike.
         """
         if not self.wanted:
             yield
             return
         outer, run = getattr(self._runs, "now", None), self._begin_run(calls)
-        if not self._has_slots:
-            self._make_slots()
-        self._runs.now, run.backward = run, backward
+        self._runs.now, run.backward, run.evaluates = run, backward, evaluates
         try:
             yield
             missing = [row for rows, _ in calls for row in rows if row not in run.fetched]
@@ -163,11 +174,6 @@ class FetchedUnits:
             with whole():
                 self._runs.now = outer
                 self._end_run(run)
-
-    def _make_slots(self) -> None:
-        with self.lock:
-            self._pool.make(unit.nbytes for unit in self._units.values())
-            self._has_slots = True
 
     def _begin_run(self, calls: Sequence[tuple[Sequence[int], int]]) -> GraphRun:
         """A graph with these calls is about to run."""
@@ -193,7 +199,7 @@ class FetchedUnits:
                     if self._unit_of[row] == number:
                         unit.uses[row] += 1
                         run.reads[row] += 1
-                self._bring_ahead(number)
+                self._bring_ahead(number, run)
 
     def let_go(self, rows: Iterable[int]) -> None:
         """The graph that runs in this thread has launched all that reads these weights."""
@@ -241,8 +247,8 @@ class FetchedUnits:
             put_memory(self._table.parameters[row], unit.slot.memory, unit.rows[row], self.nbytes(row))
             unit.slot.holds = True
 
-    def _bring_ahead(self, after: int) -> None:
-        for number in self._order.needed(after, self.ahead):
+    def _bring_ahead(self, after: int, run: GraphRun) -> None:
+        for number in self._order.needed(after, self.ahead, evaluates=run.evaluates):
             unit = self._units.get(number)
             if unit is None:  # it was streamed in the last step
                 continue
@@ -335,6 +341,9 @@ class FetchedUnits:
                         raise EngineError(f"internal: {self._table.names[row]} is updated while its weight is on its way to the device")
                     self._of[row].current = False
                     self._out_of_date(unit)
+            for slot in self._pool.slots:
+                if slot.ahead:  # for a branch that the step did not take
+                    self._give(slot)
             self._order.stepped()
 
     def home_changes(self, row: int) -> None:

@@ -102,7 +102,7 @@ class GatheredUnits(FetchedUnits):
             self._pool.use(unit.slot)
         wait_for(unit.copied, self._table.device)
 
-    def _bring_ahead(self, after: int) -> None:
+    def _bring_ahead(self, after: int, run: GraphRun) -> None:
         """What is ahead comes with what is needed."""
 
     def _gather(self, unit: FetchedUnit, run: GraphRun) -> None:

@@ -339,8 +339,10 @@ class StreamedWeights:
         self.depth = depth
         if self._shared:
             self._shared.units.wish = depth.ahead
-        elif depth.ahead != self.units.ahead:
+            return
+        if depth.ahead != self.units.ahead:
             self.units.look_ahead(depth.ahead)
+        self.units.make_slots()
 
     def _may_rest(self, row: int) -> bool:
         return row not in self._kept and (row in self._of or self._fits(row))
@@ -367,6 +369,13 @@ class StreamedWeights:
         with without_torch_function():
             return may_stream(self._table.parameters[row]) and (self._shared is None or row in self._table.shards)
 
+    def _depth_in_words(self) -> str:
+        if self.depth is not None and self.depth.ahead == self.units.ahead:
+            return str(self.depth)
+        # fewer where memory ran out, or where another rank has solved fewer
+        why = "until times are measured" if self.depth is None else f"where {self.depth.ahead} were solved"
+        return f"{self.units.ahead} units are brought ahead of need, {why}"
+
     def in_words(self) -> str | None:
         """How many weights are streamed, and how much of them; None where none are."""
         if not self._of:
@@ -380,9 +389,8 @@ class StreamedWeights:
         if self._shared:
             return (f"sharded weights: {len(streamed)} of {len(self._table)} ({params / everything:.1%} of the parameters, "
                     f"{bytes_text(nbytes)}), of which this rank has {self._shared.homes.in_words()}; the device has "
-                    f"{bytes_text(self.units.slot_bytes)} of slots for them{kept}; "
-                    f"{self.depth or f'{self.units.ahead} units are brought ahead of need'}")
+                    f"{bytes_text(self.units.slot_bytes)} of slots for them{kept}; {self._depth_in_words()}")
         ahead = f"; {self.since}" if self.since else ""
-        ahead += f"; {self.depth or f'{self.units.ahead} units are brought ahead of need, until times are measured'}"
+        ahead += f"; {self._depth_in_words()}"
         return (f"streamed weights: {len(streamed)} of {len(self._table)} rest on the host ({params / everything:.1%} of the parameters, "
                 f"{bytes_text(nbytes)}), the device has {bytes_text(self.units.slot_bytes)} of slots for them{kept}{ahead}")

@@ -51,10 +51,8 @@ def test_which_parameters_may_be_given_other_memory() -> None:
 
 
 def test_slots_of_one_size_are_used_in_turn() -> None:
-    """The one that was read longest ago is taken."""
+    """So many are made as are wanted of a size; then the one that was read longest ago is taken."""
     pool = SlotPool(CPU, 2)
-    pool.make([1024] * 5)
-    assert (len(pool.slots), pool.nbytes) == (2, bytes_of_slots([1024] * 5, 2))
     first, second = pool.take(1000), pool.take(1000)
     assert first.nbytes == slot_bytes(1000) == 1024
     assert pool.take_ahead(1000) is None, "ahead of need no more memory is taken"
@@ -71,7 +69,6 @@ def test_slots_of_one_size_are_used_in_turn() -> None:
 def test_what_was_brought_ahead_gives_way_to_what_is_needed() -> None:
     """No memory is taken while a slot holds something that nobody has asked for."""
     pool = SlotPool(CPU, 2)
-    pool.make([1024, 1024])
     pool.take(1024)
     ahead = pool.take_ahead(1024)
     assert ahead is not None
@@ -82,22 +79,24 @@ def test_what_was_brought_ahead_gives_way_to_what_is_needed() -> None:
 
 
 def test_sizes_have_slots_of_their_own() -> None:
-    """A larger slot serves a smaller unit only where none of its own size is idle."""
+    """A larger slot serves a smaller unit only once its own size has all its slots."""
     pool = SlotPool(CPU, 1)
-    pool.make([4096, 512, 512])
+    large = pool.take(4096)
+    pool.give(large)
     small = pool.take(512)
-    assert small.nbytes == 512
-    assert pool.take(512).nbytes == 4096
+    assert small is not large
+    assert pool.take(512) is large
 
 
 def test_slots_that_are_missing_are_made() -> None:
-    """Of a size that is new, or of which more are wanted; never more than units have that size."""
-    pool = SlotPool(CPU, 1)
-    pool.make([1024, 1024])
-    pool.of_a_size = 3
-    pool.make([1024, 1024, 512])
+    """As many of a size as are wanted, and never more than units have it."""
+    pool = SlotPool(CPU, 2)
+    first = pool.take(1024)
+    pool.make([1024, 1024, 1024, 512])
     assert sorted(slot.nbytes for slot in pool.slots) == [512, 1024, 1024]
-    assert pool.nbytes == bytes_of_slots([1024, 1024, 512], 3)
+    assert pool.nbytes == bytes_of_slots([[1000], [1024], [1024], [512]], 2)
+    assert pool.take(1024) not in (first, None)
+    assert len(pool.slots) == 3
 
 
 def test_a_slot_that_was_given_keeps_what_it_has() -> None:
@@ -138,6 +137,20 @@ def test_an_order_that_changes_is_learned_again() -> None:
     order.stepped()
     order.stepped()  # a step without a forward changes nothing
     assert list(order.needed(5, 1)) == []
+
+
+def test_evaluations_are_no_part_of_a_step() -> None:
+    """They are told what comes next, and the next step expects none."""
+    order = FetchOrder()
+    for unit in (0, 1, 1, 0):
+        order.needed(unit, 1)
+    order.stepped()
+    assert [list(order.needed(unit, 1, evaluates=True)) for unit in (0, 1)] == [[1], [1]]
+    found = [list(order.needed(unit, 1)) for unit in (0, 1, 1, 0)]
+    order.stepped()
+    assert [list(order.needed(unit, 1)) for unit in (0, 1, 1, 0)] == [[1], [1], [0], []]
+    assert found[-1] == []
+    assert order.units == {0, 1}
 
 
 def test_a_slot_made_in_inference_mode_serves_training() -> None:

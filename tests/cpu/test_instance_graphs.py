@@ -376,10 +376,36 @@ class Residual(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("gives", ["its input", "nothing", "no gradient"])
+class Prompted(nn.Module):
+    """Blocks, and others that write parts of what the last of them gave."""
+
+    def __init__(self, gives: str, prompts: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(breaks=True) for _ in range(3)])
+        self.prompts = nn.ModuleList([InPlace(gives) for _ in range(prompts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for prompt, part in zip(self.prompts, (x[:2], x[2:], x[1:3]), strict=False):
+            prompt(part)
+        return x.square().mean()
+
+
+GIVES = ("its input", "nothing", "no gradient")
+
+
+@pytest.mark.parametrize("gives", GIVES)
 def test_blocks_that_write_their_input(gives: str) -> None:
     """Where no result leads to a call's node, its inputs do: bits as plain."""
     _as_plain(lambda: Residual(gives), partial(_train, evaluates=False, sizes=(4,)))
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+@pytest.mark.parametrize("gives", GIVES)
+def test_blocks_that_write_a_part_of_what_others_gave(gives: str, prompts: int) -> None:
+    """The part's node leads to theirs too, which are not of this call: bits as plain."""
+    _as_plain(lambda: Prompted(gives, prompts), partial(_train, evaluates=False, sizes=(4,)))
 
 
 def test_an_input_that_another_thread_has_made() -> None:
