@@ -42,9 +42,9 @@ def compiled(shared: int, each: int = 0, **options: Any) -> Iterator[tuple[Any, 
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = Branches(shared, each).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    plain = torch.optim.AdamW(made.parameters(), lr=1e-2)
     with graphs_interpreted():
-        model, optimizer = hytrain_fx.compile(made, optimizer, weights="streamed", k=0, workers=1, timeout_s=20.0, **options)
+        model, optimizer = hytrain_fx.compile(made, plain, weights="streamed", k=0, workers=1, timeout_s=20.0, **options)
         yield model, optimizer, session_of(model).nodes.fetched
         hytrain_fx.close(model)
 
