@@ -99,9 +99,16 @@ class SlotPool:
 
         units   bytes of each unit in its slot
         """
+        for nbytes, count in self._missing(units).items():
+            self._idle.extend(self._make(nbytes) for _ in range(count))
+
+    def missing_bytes(self, units: Iterable[int]) -> int:
+        """Bytes of those that `make` makes."""
+        return sum(nbytes * count for nbytes, count in self._missing(units).items())
+
+    def _missing(self, units: Iterable[int]) -> dict[int, int]:
         there = Counter(slot.nbytes for slot in self.slots)
-        for nbytes, count in _at_once(units, self.of_a_size).items():
-            self._idle.extend(self._make(nbytes) for _ in range(count - there[nbytes]))
+        return {nbytes: max(count - there[nbytes], 0) for nbytes, count in _at_once(units, self.of_a_size).items()}
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least that size, for what is needed now. Raises torch.OutOfMemoryError."""

@@ -27,6 +27,7 @@ from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.ir.task_graph import TaskKind
+from hytrain_fx.runtime import memory
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.lane_times import LaneTimes
@@ -138,7 +139,10 @@ class FetchedUnits:
         """
         with self.lock, suppress(torch.OutOfMemoryError):
             read = (self._units[number] for number in self._order.units if number in self._units)
-            self._pool.make(unit.nbytes for unit in read if not all(self._of[row].has_memory for row in unit.rows))
+            nbytes = [unit.nbytes for unit in read if not all(self._of[row].has_memory for row in unit.rows)]
+            # not tried without room: torch would count an error, and something else would give way
+            if self._pool.missing_bytes(nbytes) <= memory.room_bytes(self._table.device, 0):
+                self._pool.make(nbytes)
 
     # ---- while graphs run ----
 
