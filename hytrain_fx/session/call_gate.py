@@ -23,7 +23,7 @@ from hytrain_fx.session.callbacks import weakly
 from hytrain_fx.session.late_streaming import LateStreaming
 from hytrain_fx.session.outside_calls import loop_level
 from hytrain_fx.session.session import Session
-from hytrain_fx.torch_private.compiling import compiled_call_of, raised_in_backend
+from hytrain_fx.torch_private.compiling import CompiledCall, compiled_call_of, raised_in_backend
 from hytrain_fx.torch_private.modules import compiled_call, plain_call, set_compiled_call
 from hytrain_fx.weights.places import Layout
 
@@ -35,10 +35,10 @@ OUT_OF_USE_CALLS = 100
 
 
 @dataclass(slots=True)
-class _CompiledCall:
+class _OfLayout:
     """The graphs of one layout, and the number of the last call that used them."""
 
-    call: Callable[..., Any]
+    compiled: CompiledCall
     last: int = 0
 
 
@@ -49,10 +49,16 @@ class Entry:
     plain_call      the same call, not compiled
     """
 
-    def __init__(self, compile_call: Callable[[], Callable[..., Any]], plain_call: Callable[..., Any]) -> None:
+    def __init__(self, compile_call: Callable[[], CompiledCall], plain_call: Callable[..., Any]) -> None:
         self.compile_call = compile_call
         self.plain_call = plain_call
-        self.compiled: dict[Layout, _CompiledCall] = {}
+        self.compiled: dict[Layout, _OfLayout] = {}
+
+    def forget(self) -> None:
+        """Its graphs are used no more."""
+        for of in self.compiled.values():
+            of.compiled.forget()
+        self.compiled.clear()
 
 
 class CallGate:
@@ -66,7 +72,7 @@ class CallGate:
     session         is told of each call
     """
 
-    def __init__(self, compile_call: Callable[[MethodType], Callable[..., Any]], plain_call: MethodType, session: Session) -> None:
+    def __init__(self, compile_call: Callable[[MethodType], CompiledCall], plain_call: MethodType, session: Session) -> None:
         self._compile_call = compile_call
         self._places = session.places
         self._entries: list[Entry] = []
@@ -79,7 +85,7 @@ class CallGate:
     def entry(self, method: MethodType) -> Entry:
         """One more way in: `method`, compiled by itself."""
         entry = Entry(partial(self._compile_call, method), method)
-        entry.compiled[self._places.compiled] = _CompiledCall(entry.compile_call())
+        entry.compiled[self._places.compiled] = _OfLayout(entry.compile_call())
         self._entries.append(entry)
         return entry
 
@@ -108,8 +114,7 @@ class CallGate:
             pass  # torch refuses this call while another thread's backward compiles
         with whole() as gap:  # also what only looks: meanwhile torch functions are off in this thread
             if self.session.graphs.must_capture_anew():
-                for each in self._entries:
-                    each.compiled.clear()
+                self.forget()
             layout = self._places.layout()
             call = self._call_of(entry, layout)
             self.session.enter_forward()
@@ -129,16 +134,21 @@ class CallGate:
             finally:
                 self.session.leave_forward()
 
+    def forget(self) -> None:
+        """No graph is used any more: the next call captures anew."""
+        for entry in self._entries:
+            entry.forget()
+
     def _call_of(self, entry: Entry, layout: Layout) -> Callable[..., Any]:
         self._calls += 1
-        compiled = entry.compiled.get(layout)  # once a call: a layout's hash is of all its names
-        if compiled is None:
+        found = entry.compiled.get(layout)  # once a call: a layout's hash is of all its names
+        if found is None:
             if len(entry.compiled) >= MOST_LAYOUTS and not self._drop_one(entry):
                 self._warn()
                 return entry.plain_call
-            compiled = entry.compiled[layout] = _CompiledCall(entry.compile_call())
-        compiled.last = self._calls
-        return compiled.call
+            found = entry.compiled[layout] = _OfLayout(entry.compile_call())
+        found.last = self._calls
+        return found.compiled.call
 
     def _drop_one(self, entry: Entry) -> bool:
         """Forget the graphs of a layout that is out of use; False where there is none.
@@ -148,7 +158,7 @@ class CallGate:
         oldest = min(entry.compiled, key=lambda layout: entry.compiled[layout].last)
         if self._calls - entry.compiled[oldest].last <= OUT_OF_USE_CALLS:
             return False
-        del entry.compiled[oldest]
+        entry.compiled.pop(oldest).compiled.forget()
         return True
 
     def _warn(self) -> None:
@@ -183,3 +193,10 @@ def find_session(model: nn.Module) -> Session | None:
     """The session of a compiled model, None where it has none."""
     gate = compiled_call(model)
     return gate.session if isinstance(gate, CallGate) else None
+
+
+def forget_graphs(model: nn.Module) -> None:
+    """Those of a compiled model, which is closed."""
+    gate = compiled_call(model)
+    if isinstance(gate, CallGate):
+        gate.forget()

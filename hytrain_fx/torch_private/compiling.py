@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +24,37 @@ def is_tracing() -> bool:
     return private_name("torch._guards", "TracingContext").try_get() is not None
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """A compiled form of a method.
+
+    codes    by `id`: code objects of frames that Dynamo has compiled for it, weakly. Frames behind
+             graph breaks have code that all models of a class share
+    """
+
+    call: Callable[..., Any]
+    codes: dict[int, Callable[[], types.CodeType | None]] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """It is called no more: shared code that has many compiled forms loses them all.
+
+        What Dynamo has compiled of a frame stays with its code, whoever it was compiled for, and
+        beyond a limit (`recompile_limit`) it runs the frame uncompiled. Other models of the class
+        compile theirs again at their next call.
+        """
+        compiling = private_name("torch._dynamo.convert_frame", "compile_lock")
+        if is_tracing() or not compiling.acquire(blocking=False):
+            return  # a frame is being compiled, of which Dynamo must find what it has begun
+        try:
+            forms = private_name("torch._dynamo.eval_frame", "_debug_get_cache_entry_list")
+            most = private_name("torch._dynamo", "config").recompile_limit // 2
+            for found in self.codes.values():
+                if (code := found()) is not None and len(forms(code)) >= most:
+                    private_name("torch._dynamo.eval_frame", "reset_code")(code)
+        finally:
+            compiling.release()
+
+
 def compiled_call_of(
     model: nn.Module,
     plain: types.MethodType,
@@ -30,7 +63,7 @@ def compiled_call_of(
     mode: str | None,
     options: dict[str, Any],
     on_eager: Callable[[], None],
-) -> Callable[..., Any]:
+) -> CompiledCall:
     """The compiled form of `plain`, a method of `model`.
 
     Each one captures its own graphs. That of `model._call_impl` is what `model.compile(...)` makes.
@@ -46,7 +79,10 @@ def compiled_call_of(
     second call finds none of the first one's.
     """
 
+    codes: dict[int, Callable[[], types.CodeType | None]] = {}
+
     def own_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        codes.update((id(code), weakref.ref(code)) for code in _codes_being_compiled())
         return backend(gm, example_inputs, **kwargs)
 
     # What run_model calls Dynamo would compile, and CUDA's current stream is another object in
@@ -68,8 +104,20 @@ def compiled_call_of(
     # The name is part of what automatic dynamic shapes are remembered by.
     code = call.__code__.replace(co_name=f"{plain.__name__.lstrip('_')}_of_{type(model).__name__}")
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None)
-    return compiled
+    return CompiledCall(torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None), codes)
+
+
+def _codes_being_compiled() -> Iterator[types.CodeType]:
+    """The code of the frame for which Dynamo calls a backend now.
+
+    What comes after a graph break is a frame with code of its own. Then that of the frame that was
+    broken too: no backend is called for one that has no operator before the break.
+    """
+    code: types.CodeType = private_name("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx().f_code
+    yield code
+    resumed = private_name("torch._dynamo.resume_execution", "ContinueExecutionCache").generated_code_metadata
+    if code in resumed:
+        yield resumed[code].code
 
 
 def graph_break_after(gm: fx.GraphModule) -> str | None:

@@ -29,6 +29,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.passes.base import PassContext
 from hytrain_fx.runtime.engine import Stage
 
+from .interpreted import graphs_interpreted
 from .loops import HandAdam, assert_same, weights
 from .test_placements import plan_of
 
@@ -406,6 +407,43 @@ def test_blocks_that_write_their_input(gives: str) -> None:
 def test_blocks_that_write_a_part_of_what_others_gave(gives: str, prompts: int) -> None:
     """The part's node leads to theirs too, which are not of this call: bits as plain."""
     _as_plain(lambda: Prompted(gives, prompts), partial(_train, evaluates=False, sizes=(4,)))
+
+
+def _one_step(model: Any, optimizer: Any) -> None:
+    model(torch.ones(2, WIDTH)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_blocks_are_compiled_however_many_models_came_before() -> None:
+    """Dynamo keeps what it compiled with the class's code, up to a limit: close() makes room."""
+    torch._dynamo.reset()
+    graphs = []
+    with graphs_interpreted():
+        for _ in range(torch._dynamo.config.recompile_limit + 2):
+            model, optimizer = _ours(Prompted("nothing", 1))
+            _one_step(model, optimizer)
+            graphs.append(len(session_of(model).capture.graphs))
+            hytrain_fx.close(model)
+    assert graphs == [8] * len(graphs)
+
+
+def test_blocks_are_compiled_however_often_hooks_come() -> None:
+    """Each new hook has all captured again. The other models of the class train on."""
+    torch._dynamo.reset()
+    with graphs_interpreted():
+        other, its_optimizer = _ours(Model(3))
+        model, optimizer = _ours(Model(3))
+        for step in range(torch._dynamo.config.recompile_limit + 2):
+            handle = model.blocks[step % 3].up.weight.register_hook(lambda grad: grad)
+            before = len(session_of(model).capture.graphs)
+            _one_step(model, optimizer)
+            assert len(session_of(model).capture.graphs) == before + 6
+            handle.remove()
+            _one_step(other, its_optimizer)
+            assert all(of.grad is None for of in other.parameters())
+        hytrain_fx.close(model)
+        hytrain_fx.close(other)
 
 
 def test_an_input_that_another_thread_has_made() -> None:
