@@ -31,7 +31,7 @@ from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.loading.loaded import loaded
 from hytrain_fx.runtime.launch_queue import length_asked_for
-from hytrain_fx.session.call_gate import find_session, forget_graphs, put_gate
+from hytrain_fx.session.call_gate import find_session, put_gate
 from hytrain_fx.session.closing import close_model
 from hytrain_fx.session.compiled_once import require_new
 from hytrain_fx.session.method_call import called_of, remove_methods
@@ -168,7 +168,6 @@ def close(model: nn.Module) -> None:
     Raises UnsupportedError for a model that is not compiled.
     """
     close_model(session_of(model), model)
-    forget_graphs(model)
     set_compiled_call(model, None)
     remove_methods(model)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from hytrain_fx.errors import EngineError, HostMemoryError, HytrainWarning, UnsupportedError
 from hytrain_fx.ir.figures import bytes_text
+from hytrain_fx.session.call_gate import forget_graphs
 from hytrain_fx.session.session import Session
 
 
@@ -30,6 +31,7 @@ def close_model(session: Session, model: nn.Module) -> None:
             session.drain()
         _require_room(session)
     session.close()
+    forget_graphs(model)
     streamed.release()
     if streamed.left_on_host:
         device = session.table.device
