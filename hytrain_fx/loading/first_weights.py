@@ -24,6 +24,7 @@ from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.torch_private.tensors import without_torch_function
 
 _WORDS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_ODD: Final = -0x40A7B892E31B1A47  # as a signed number; spreads each bit to those above it
 _DIGESTED_AT_ONCE: Final = 1 << 22  # words
 
 
@@ -108,7 +109,8 @@ def digest(flat: torch.Tensor, device: torch.device) -> int:
     device   where it is computed: a hash on the host takes a second for each GB
 
     It is for mistakes, not against intent: the sum of the words, and of each by its number, modulo
-    2**64. A word has 8 bytes where those divide the tensor's, else 4, 2 or 1.
+    2**64. A word has 8 bytes where those divide the tensor's, else 4, 2 or 1. Its bits are spread
+    first: an even number takes a highest bit away, which is a weight's sign.
     """
     word = next(dtype for dtype in _WORDS if flat.nbytes % dtype.itemsize == 0)
     begins_within = flat.storage_offset() * flat.itemsize % word.itemsize
@@ -116,7 +118,12 @@ def digest(flat: torch.Tensor, device: torch.device) -> int:
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for begin in range(0, len(words), _DIGESTED_AT_ONCE):
         part = words[begin : begin + _DIGESTED_AT_ONCE].to(device, torch.int64)
+        part = _halves_mixed(_halves_mixed(part) * _ODD)
         numbers = torch.arange(begin + 1, begin + 1 + len(part), device=device)
         sums += torch.stack([part.sum(), (part * numbers).sum()])
     plain, numbered = map(int, sums.tolist())
     return (plain * 0x9E3779B97F4A7C15 + numbered) % (1 << 64)
+
+
+def _halves_mixed(words: torch.Tensor) -> torch.Tensor:
+    return words ^ (words >> 32 & 0xFFFFFFFF)

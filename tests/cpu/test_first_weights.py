@@ -22,6 +22,18 @@ def drawn(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     return words.view(dtype)
 
 
+def test_each_bit_of_each_word_counts() -> None:
+    """Also the highest, the sign of a weight, in words of odd and of even numbers."""
+    words = torch.arange(1, 17, dtype=torch.int64)
+    found = {digest(words)}
+    for at in range(len(words)):
+        for bit in range(64):
+            other = words.clone()
+            other[at] ^= (1 << bit) - (1 << 64) * (bit == 63)
+            found.add(digest(other))
+    assert len(found) == 1 + 16 * 64
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(DTYPES), st.integers(2, 300), st.integers(0, 1 << 30), st.data())
 def test_one_bit_and_the_order_change_it(dtype: torch.dtype, count: int, seed: int, data: st.DataObject) -> None:
@@ -40,6 +52,12 @@ def test_one_bit_and_the_order_change_it(dtype: torch.dtype, count: int, seed: i
     assert (digest(swapped) == digest(flat)) == alike
 
 
+def spread(word: int) -> int:
+    """Its bits all over it; as unsigned numbers."""
+    word = (word ^ word >> 32) * 0xBF58476D1CE4E5B9 % 2**64
+    return word ^ word >> 32
+
+
 def test_it_is_the_same_however_much_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sums are of integers, modulo 2**64: also of values whose products are larger."""
     flat = torch.cat([drawn(torch.float64, 997, 3), torch.full((3,), -1, dtype=torch.int64).view(torch.float64)])
@@ -47,7 +65,7 @@ def test_it_is_the_same_however_much_is_taken_at_once(monkeypatch: pytest.Monkey
     for at_once in (1, 7, 996, 1000):
         monkeypatch.setattr(first_weights, "_DIGESTED_AT_ONCE", at_once)
         assert digest(flat) == whole
-    words = flat.view(torch.int64).tolist()
+    words = [spread(word % 2**64) for word in flat.view(torch.int64).tolist()]
     plain, numbered = sum(words), sum(word * number for number, word in enumerate(words, 1))
     assert whole == (plain * 0x9E3779B97F4A7C15 + numbered) % 2**64
 
