@@ -36,10 +36,11 @@ _STREAMED = "streamed updates of all states on the host"
 class FinishedStep:
     """What the session knows of the step that has just ended.
 
-    steps_done, steps_us             finished steps, and the lengths of the last ones, newest last
-    early_updates    whether updates will begin before `step()`, or on a guess at what they wait for
-    awaits_factors   whether they wait for clipping's or the loss scale's factor
-    tries                            whether it is being found out when they had better begin
+    steps_done, steps_us    finished steps, and the lengths of the last ones, newest last
+    early_updates           whether updates will begin before `step()`, or on a guess at the factors
+                            that they wait for
+    awaits_factors          whether they wait for clipping's or the loss scale's factor
+    tries                   whether it is being found out when they had better begin
     """
 
     steps_done: int = 0

@@ -55,7 +55,7 @@ class Entry:
         self.compiled: dict[Layout, _OfLayout] = {}
 
     def forget(self) -> None:
-        """Its graphs are used no more."""
+        """Let go of its graphs."""
         for of in self.compiled.values():
             of.compiled.forget()
         self.compiled.clear()
@@ -135,7 +135,7 @@ class CallGate:
                 self.session.leave_forward()
 
     def forget(self) -> None:
-        """No graph is used any more: the next call captures anew."""
+        """Let go of all graphs. The next call captures new ones."""
         for entry in self._entries:
             entry.forget()
 
@@ -191,12 +191,17 @@ def put_gate(model: nn.Module, session: Session) -> None:
 
 def find_session(model: nn.Module) -> Session | None:
     """The session of a compiled model, None where it has none."""
-    gate = compiled_call(model)
-    return gate.session if isinstance(gate, CallGate) else None
+    gate = _gate_of(model)
+    return None if gate is None else gate.session
 
 
 def forget_graphs(model: nn.Module) -> None:
-    """Those of a compiled model, which is closed."""
-    gate = compiled_call(model)
-    if isinstance(gate, CallGate):
+    """Let go of the graphs of a compiled model."""
+    gate = _gate_of(model)
+    if gate is not None:
         gate.forget()
+
+
+def _gate_of(model: nn.Module) -> CallGate | None:
+    gate = compiled_call(model)
+    return gate if isinstance(gate, CallGate) else None

@@ -2,12 +2,12 @@
 
 The ways are run and timed, and the fastest stays. No model of the machine says which that is. Early
 updates use time in which the CPU would be idle. But they also slow the thread that launches the
-backward, and with it `step()`, from which on weights and streamed states may travel: the workers
-take up the host's memory, and that thread's caches are cold. On one H100 a GPT-2 XL took 0.27 to
-0.32 s a step with updates that began with `step()`, and 0.31 to 0.40 s with earlier ones. A
-ConvNeXtV2-H took 0.19 s, and 0.16 to 0.18 s with earlier ones. On an H200 a Whisper took 196 ms,
-and 209 with earlier ones, while the CPU was idle for 85 ms of each step. Half of the workers take
-half of the memory's rate; that way is timed where the first two are done and early updates have
+backward, and with it `step()`, from which on weights and streamed states may travel. The cause is
+most likely that the workers take up the host's memory, and that thread's caches are cold. On one
+H100 a GPT-2 XL took 0.27 to 0.32 s a step with updates that began with `step()`, and 0.31 to 0.40 s
+with earlier ones. A ConvNeXtV2-H took 0.19 s, and 0.16 to 0.18 s with earlier ones. On an H200 a
+Whisper took 196 ms, and 209 with earlier ones, while the CPU was idle for 85 ms of each step. Half
+of the workers should leave more of the memory to that thread. They are timed where all of them have
 lost.
 """
 

@@ -135,8 +135,9 @@ class Foresight:
 
     @property
     def will_begin_early(self) -> bool:
-        """Whether updates will begin before their steps, or as most of the last commit's did: on a
-        guess at the factors that they wait for.
+        """Whether updates will begin before their steps, or before their factors are known.
+
+        The latter if most of the last commit's began so, on a guess at the factors.
         """
         return self.will_go_ahead or self._guesses_factors
 

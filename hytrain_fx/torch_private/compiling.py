@@ -36,11 +36,11 @@ class CompiledCall:
     codes: dict[int, Callable[[], types.CodeType | None]] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """It is called no more: shared code that has many compiled forms loses them all.
+        """Drop what Dynamo has compiled of shared code that is near its limit of compiled forms.
 
-        What Dynamo has compiled of a frame stays with its code, whoever it was compiled for, and
-        beyond a limit (`recompile_limit`) it runs the frame uncompiled. Other models of the class
-        compile theirs again at their next call.
+        Call it when the compiled call is no longer used. Dynamo keeps the forms of a frame with the
+        frame's code, whoever they were compiled for. Beyond the limit (`recompile_limit`) it runs
+        the frame uncompiled. Other models of the class compile theirs again at their next call.
         """
         compiling = private_name("torch._dynamo.convert_frame", "compile_lock")
         if is_tracing() or not compiling.acquire(blocking=False):

@@ -94,21 +94,16 @@ class SlotPool:
         """Bytes of all slots."""
         return sum(slot.nbytes for slot in self.slots)
 
-    def make(self, units: Iterable[int]) -> None:
-        """Make those that are missing for these units. Raises torch.OutOfMemoryError.
+    def make(self, units: Iterable[int], room_bytes: float) -> None:
+        """Make those that are missing for these units, if they take no more than `room_bytes`.
 
         units   bytes of each unit in its slot
+
+        Raises torch.OutOfMemoryError.
         """
-        for nbytes, count in self._missing(units).items():
-            self._idle.extend(self._make(nbytes) for _ in range(count))
-
-    def missing_bytes(self, units: Iterable[int]) -> int:
-        """Bytes of those that `make` makes."""
-        return sum(nbytes * count for nbytes, count in self._missing(units).items())
-
-    def _missing(self, units: Iterable[int]) -> dict[int, int]:
-        there = Counter(slot.nbytes for slot in self.slots)
-        return {nbytes: max(count - there[nbytes], 0) for nbytes, count in _at_once(units, self.of_a_size).items()}
+        missing = _at_once(units, self.of_a_size) - Counter(slot.nbytes for slot in self.slots)
+        if sum(missing.elements()) <= room_bytes:
+            self._idle.extend(map(self._make, missing.elements()))
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least that size, for what is needed now. Raises torch.OutOfMemoryError."""
@@ -182,13 +177,12 @@ def bytes_of_slots(units: Iterable[list[int]], of_a_size: int) -> int:
     units       the sizes of each unit's weights
     of_a_size   as `SlotPool` has it
     """
-    slots = _at_once((places_in_slot(sizes)[1] for sizes in units), of_a_size)
-    return sum(nbytes * count for nbytes, count in slots.items())
+    return sum(_at_once((places_in_slot(sizes)[1] for sizes in units), of_a_size).elements())
 
 
-def _at_once(units: Iterable[int], of_a_size: int) -> dict[int, int]:
+def _at_once(units: Iterable[int], of_a_size: int) -> Counter[int]:
     """How many slots of each size these units may fill at once."""
-    return {nbytes: min(count, of_a_size) for nbytes, count in Counter(units).items()}
+    return Counter({nbytes: min(count, of_a_size) for nbytes, count in Counter(units).items()})
 
 
 def slot_bytes(nbytes: int) -> int:

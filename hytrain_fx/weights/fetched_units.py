@@ -141,8 +141,7 @@ class FetchedUnits:
             read = (self._units[number] for number in self._order.units if number in self._units)
             nbytes = [unit.nbytes for unit in read if not all(self._of[row].has_memory for row in unit.rows)]
             # not tried without room: torch would count an error, and something else would give way
-            if self._pool.missing_bytes(nbytes) <= memory.room_bytes(self._table.device, 0):
-                self._pool.make(nbytes)
+            self._pool.make(nbytes, memory.room_bytes(self._table.device, 0))
 
     # ---- while graphs run ----
 
