@@ -29,7 +29,7 @@ from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session.session import Session
 
 from .loops import HYPER, HandAdam, weights
-from .rank_loops import Found, backward_averaged, begin_alike, clipped_in_shards, compiled, net, tokens_of
+from .rank_loops import Found, backward_averaged, begin_alike, clipped_in_shards, compiled, device_here, net, tokens_of
 from .test_cut_parameters import cut_plan
 
 STEPS = 4
@@ -154,7 +154,8 @@ def not_dropped(run: Run) -> None:
 
 def weights_used(run: Run) -> None:
     """An average of weights, and writes to them."""
-    average = {name: value.clone() for name, value in weights(run.model).items()}
+    # weights that rest elsewhere are saved on the host
+    average = {name: value.to(device_here()) for name, value in weights(run.model).items()}
     for step in run.steps():
         run.backward(step)
         run.end_step()

@@ -70,7 +70,7 @@ def recorded(rank: int, size: int) -> Recorded:
     matrices = [(unit.number, tuple(shapes[row] for row in unit.rows if row in trained and row in session.table.shards))
                 for unit in session.units]
     assert session.ranks is not None
-    assert session.planning.profile is not None
+    assert session.planning.profile is not None, f"{session.planning.controller.standing}; {session.planning.aside.troubles}"
     measured = [(unit.reduce_scatter_us, unit.all_gather_us) for unit in session.planning.profile.units]
     found = Recorded(recording, [(session.nodes.unit_of[call[0]], tuple(shapes[row] for row in call)) for call in calls],
                      [(unit, of) for unit, of in matrices if of], len(session.ranks.times.take()), measured)
