@@ -98,7 +98,7 @@ def effective_factor(factor: object, scaling: Scaling, dtype: torch.dtype, devic
         seen = factor.detach() if entry is _Entry.AS_FLOAT32 else factor.detach().to(dtype)
         return _to_float32(seen.item()) if kind.on_cpu else seen.to(torch.float32, copy=True)
     number = float(factor)  # type: ignore[arg-type]
-    return _to_float32(number if entry is _Entry.AS_FLOAT32 else torch.tensor(number, dtype=torch.float64).to(dtype).item())
+    return _to_float32(number if entry is _Entry.AS_FLOAT32 else torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype).item())
 
 
 def _kind_of(factor: object, device: torch.device) -> _Kind | None:
@@ -134,8 +134,8 @@ def _probes(kind: _Kind, device: torch.device) -> list[Any]:
 
 
 def _follows(entry: _Entry, scaling: Scaling, factor: float | Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    gradient = torch.cat([torch.linspace(-1.9, 2.1, 67), torch.tensor([6e4, -3e-5])]).to(device, dtype)
-    exact = torch.as_tensor(factor, dtype=None if isinstance(factor, Tensor) else torch.float64).cpu()
+    gradient = torch.cat([torch.linspace(-1.9, 2.1, 67, device="cpu"), torch.tensor([6e4, -3e-5], device="cpu")]).to(device, dtype)
+    exact = torch.as_tensor(factor, dtype=None if isinstance(factor, Tensor) else torch.float64, device="cpu")
     seen = (exact if entry is _Entry.AS_FLOAT32 else exact.to(dtype)).to(torch.float32)
     expected = (gradient.cpu().float() * seen).to(dtype)
     scaling(gradient, factor)

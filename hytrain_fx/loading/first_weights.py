@@ -72,7 +72,7 @@ class FirstWeights:
         require_form(awaited.name, Form(tuple(values.shape), values.dtype), meta, self._source.described)
         with without_torch_function(), torch.no_grad():
             if values.dtype != meta.dtype or values.stride() != meta.stride():
-                values = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype).copy_(values)
+                values = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device="cpu").copy_(values)
             self._tell(awaited.name, values, parameter.device)
             return flat_memory(values)
 

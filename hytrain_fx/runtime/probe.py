@@ -90,7 +90,7 @@ def full_duplex_us_per_byte(device: torch.device) -> tuple[float, float]:
     On a GPU two streams copy three blocks of 16 MB each; with the model on the CPU copies are the
     host's own.
     """
-    on_host = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_host = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     on_device = torch.empty(2, TIMED_COPY_BYTES, dtype=torch.uint8, device=device)
     ways = ((on_device[0], on_host[0]), (on_host[1], on_device[1]))
     if device.type != "cuda":

@@ -176,8 +176,8 @@ class Ranks:
 
     def tell_number(self, point: str, number: int) -> tuple[int, ...]:
         """As `tell`, with a number of 64 bits instead of a digest."""
-        own = torch.tensor([_digest((point,)), number])
-        of_ranks = torch.empty(2 * self.size, dtype=torch.int64)
+        own = torch.tensor([_digest((point,)), number], device="cpu")
+        of_ranks = torch.empty(2 * self.size, dtype=torch.int64, device="cpu")
         try:
             all_gather(of_ranks, own, group=self._control, async_op=True).wait(self._patience)
         except RuntimeError as error:

@@ -134,7 +134,7 @@ def _read_row(session: Session, row: int) -> dict[str, torch.Tensor] | None:
         if (own := own_entries(session)) is not None:
             return _read_own(session, own, row)
         states, parameter = whole_states(session, row), session.table.parameters[row]
-    entry = {"step": torch.tensor(float(session.builder.steps[row]))}
+    entry = {"step": torch.tensor(float(session.builder.steps[row]), device="cpu")}
     entry |= {name: shaped(flat, parameter) for name, flat in states.named().items()}
     if parameter.dtype != torch.float32:
         entry["master"] = shaped(states.master, parameter)
