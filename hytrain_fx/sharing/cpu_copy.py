@@ -36,7 +36,8 @@ class CpuCopy:
     def __init__(self, model: nn.Module, table: ParameterTable, dynamic: bool | None) -> None:
         self._parameters = table.parameters
         self._memory: dict[int, Tensor] = {}  # by row: of weights that rest on the device
-        self._weights = [nn.Parameter(torch.empty(0, dtype=p.dtype, device="cpu")) for p in table.parameters]  # by row; `refresh` gives them memory
+        # by row; `refresh` gives them memory
+        self._weights = [nn.Parameter(torch.empty(0, dtype=p.dtype, device="cpu")) for p in table.parameters]
         with torch.no_grad(), without_torch_function():
             self.model = self._copied(model, table)
         self._seen: list[tuple[int, int]] = []

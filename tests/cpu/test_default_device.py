@@ -44,7 +44,8 @@ def trained(options: dict[str, Any], *, under_meta: bool) -> dict[str, Any]:
                 optimizer.load_state_dict(optimizer.state_dict())
                 model.load_state_dict(model.state_dict())
         session, saved = session_of(model), optimizer.state_dict()["state"]
-        found = {"losses": losses, "weights": weights(model), "profile": session.planning.profile, "troubles": session.planning.aside.troubles,
+        found = {"losses": losses, "weights": weights(model),
+                 "profile": session.planning.profile, "troubles": session.planning.aside.troubles,
                  "states": {f"{row} {name}": value for row, state in saved.items() for name, value in state.items()}}
         hytrain_fx.close(model)
     return found
