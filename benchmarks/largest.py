@@ -14,7 +14,7 @@ the memory of its caps is free, compiles beside others, and is timed alone.
 
 --device-memory holds torch's allocator to so many 10^9 bytes; the CUDA context is not part of that.
 --host-memory ends a trial whose processes hold more. A model grows by layers of one width: the
-widest of which one layer is at most 4 % of the model (--family: another).
+widest of which one layer is at most 4 % of the model (--layer-share; --family: another width).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hytrain_fx.forecast.bench.process import lacked_memory
 from hytrain_fx.forecast.device import DeviceSpec
 
 TRIES = 8
-LAYER_SHARE = 0.04  # of a model, at most: then one layer more is less than 5 % of its memory
+LAYER_SHARE = 0.04  # then one layer more is less than 5 % of a model's memory
 HEADS = (64, 48, 40, 32, 24, 16, 8, 4, 2)
 _CONTEXT_GB = 1.0  # of the device, beside what its cap counts
 _POLL_S = 0.5
@@ -61,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device-memory", type=_gigabytes, default=[None], metavar="GB,...", help="caps on the GPU's memory, as 24,48")
     parser.add_argument("--host-memory", type=_gigabytes, default=[None], metavar="GB,...", help="caps on the host's memory")
     parser.add_argument("--family", default="auto", help="--search model: w (N layers of N heads of 128), hH (N layers of H heads), auto")
+    parser.add_argument("--layer-share", type=float, default=LAYER_SHARE,
+                        help="--family auto: a layer is at most this share of the model; wider layers are fewer and compile sooner")
     parser.add_argument("--start", type=int, default=None, help="number of layers, or batch, of the first trial (default: the estimate)")
     parser.add_argument("--within", type=float, default=0.03, help="a search ends where the gap is this share of the largest, or 1")
     parser.add_argument("--tries", type=int, default=TRIES, help="trials of one search at most")
@@ -112,16 +114,16 @@ def axes(arguments: argparse.Namespace, spec: DeviceSpec) -> Iterator[Axis]:
         mode, *options = text.split(":")
         base = Case(mode, family_size("w", 1) if of_models else at, at if of_models else 1, arguments.sequence,
                     checkpointing=arguments.checkpointing, options=tuple(options), device_memory_gb=device_gb, host_memory_gb=host_gb)
-        family = None if not of_models else widest(base, spec) if arguments.family == "auto" else arguments.family
+        family = None if not of_models else widest(base, spec, arguments.layer_share) if arguments.family == "auto" else arguments.family
         yield Axis(base, family)
 
 
-def widest(base: Case, spec: DeviceSpec) -> str:
-    """The widest family of which one layer is a small part of the largest model that fits."""
+def widest(base: Case, spec: DeviceSpec, layer_share: float) -> str:
+    """The widest family of which one layer is at most that part of the largest model that fits."""
     for heads in HEADS:
         axis = Axis(base, f"h{heads}")
         shape = estimates.shape_of(axis.case(max(axis.estimated(spec), 1)))
-        if shape.units[1].params <= LAYER_SHARE * shape.params:
+        if shape.units[1].params <= layer_share * shape.params:
             break
     return f"h{heads}"
 
