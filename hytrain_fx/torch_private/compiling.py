@@ -6,6 +6,8 @@ The compiled call, Inductor's two halves, and what their graphs and errors say.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -39,20 +41,25 @@ class CompiledCall:
         """Drop what Dynamo has compiled of shared code that is near its limit of compiled forms.
 
         Call it when the compiled call is no longer used. Dynamo keeps the forms of a frame with the
-        frame's code, whoever they were compiled for. Beyond the limit (`recompile_limit`) it runs
-        the frame uncompiled. Other models of the class compile theirs again at their next call.
+        frame's code. Beyond the limit (`recompile_limit`) it runs the frame uncompiled. Where torch
+        counts the forms of each call by themselves nothing is to be dropped. Else all of them
+        count, and other models of the class compile theirs again at their next call.
+
+        Nothing is dropped while another thread runs Python: it may be in that code, or come to it
+        at any moment, and Dynamo would read memory that is gone (seen to end the process).
         """
-        compiling = private_name("torch._dynamo.convert_frame", "compile_lock")
-        if is_tracing() or not compiling.acquire(blocking=False):
-            return  # a frame is being compiled, of which Dynamo must find what it has begun
-        try:
-            forms = private_name("torch._dynamo.eval_frame", "_debug_get_cache_entry_list")
-            most = private_name("torch._dynamo", "config").recompile_limit // 2
-            for found in self.codes.values():
-                if (code := found()) is not None and len(forms(code)) >= most:
-                    private_name("torch._dynamo.eval_frame", "reset_code")(code)
-        finally:
-            compiling.release()
+        if isolates_calls() or is_tracing() or len(sys._current_frames()) > 1:
+            return
+        forms = private_name("torch._dynamo.eval_frame", "_debug_get_cache_entry_list")
+        most = private_name("torch._dynamo", "config").recompile_limit // 2
+        for found in tuple(self.codes.values()):
+            if (code := found()) is not None and len(forms(code)) >= most:
+                private_name("torch._dynamo.eval_frame", "reset_code")(code)
+
+
+def isolates_calls() -> bool:
+    """Whether torch.compile can count the compiled forms of each of its calls by themselves."""
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 def compiled_call_of(
@@ -104,7 +111,8 @@ def compiled_call_of(
     # The name is part of what automatic dynamic shapes are remembered by.
     code = call.__code__.replace(co_name=f"{plain.__name__.lstrip('_')}_of_{type(model).__name__}")
     own = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-    return CompiledCall(torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None), codes)
+    apart: dict[str, Any] = {"isolate_recompiles": True} if isolates_calls() else {}
+    return CompiledCall(torch.compile(own, backend=own_backend, dynamic=dynamic, mode=mode, options=options or None, **apart), codes)
 
 
 def _codes_being_compiled() -> Iterator[types.CodeType]:

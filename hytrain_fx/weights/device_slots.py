@@ -80,7 +80,7 @@ class SlotPool:
     """The slots of one session.
 
     of_a_size   so many are made of each size before one that was filled ahead of need is taken
-                from its unit
+                from its unit. Where there is no room for so many, it becomes what there are
     """
 
     def __init__(self, device: torch.device, of_a_size: int) -> None:
@@ -106,15 +106,21 @@ class SlotPool:
             self._idle.extend(map(self._make, missing.elements()))
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least that size, for what is needed now. Raises torch.OutOfMemoryError."""
+        """A slot of at least that size, for what is needed now.
+
+        Raises torch.OutOfMemoryError where one would have to be made.
+        """
         wanted = slot_bytes(nbytes)
-        slot = self._take_idle(wanted) or self._made_within_limit(wanted) or self._take_filled_ahead(wanted)
-        slot = slot or self._make(wanted)
+        slot = self._take_idle(wanted) or self._made_within_limit(wanted)
+        slot = slot or self._take_idle(wanted) or self._take_filled_ahead(wanted) or self._make(wanted)
         slot.ahead = False
         return slot
 
     def take_ahead(self, nbytes: int) -> Slot | None:
-        """The same for what is brought ahead of need; None where that would take more memory."""
+        """The same for what is brought ahead of need.
+
+        None where all of the size are taken that are to be made, or that there is room for.
+        """
         wanted = slot_bytes(nbytes)
         return self._take_idle(wanted) or self._made_within_limit(wanted)
 
@@ -153,7 +159,14 @@ class SlotPool:
         return found
 
     def _made_within_limit(self, wanted: int) -> Slot | None:
-        return self._make(wanted) if self._count(wanted) < self.of_a_size else None
+        """A backward cannot be repeated with fewer, so it goes on with those that there are."""
+        if self._count(wanted) >= self.of_a_size:
+            return None
+        try:
+            return self._make(wanted)
+        except torch.OutOfMemoryError:
+            self.of_a_size = max(self._count(wanted), 1)
+            return None
 
     def _take_filled_ahead(self, wanted: int) -> Slot | None:
         return next((slot for slot in reversed(self.slots) if slot.ahead and slot.nbytes >= wanted), None)

@@ -264,6 +264,7 @@ class FetchedUnits:
             if not unit.updated and not self._engine.issued(list(unit.rows)):
                 return
             slot = unit.slot or self._pool.take_ahead(unit.nbytes)
+            self.ahead = min(self.ahead, self._pool.of_a_size - 1)
             if slot is None:
                 return
             self._pool.use(slot)

@@ -9,7 +9,7 @@ from torch import nn
 from hytrain_fx.errors import EngineError
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.streamed_homes import may_stream
-from hytrain_fx.weights.device_slots import SlotPool, bytes_of_slots, places_in_slot, slot_bytes
+from hytrain_fx.weights.device_slots import Slot, SlotPool, bytes_of_slots, places_in_slot, slot_bytes
 from hytrain_fx.weights.fetch_order import FetchOrder
 
 CPU = torch.device("cpu")
@@ -76,6 +76,28 @@ def test_what_was_brought_ahead_gives_way_to_what_is_needed() -> None:
     assert pool.take(1024) is ahead
     assert not ahead.ahead
     assert len(pool.slots) == 2
+
+
+def test_without_room_there_are_as_many_slots_as_could_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing more comes ahead. What is needed takes a larger one, or one filled ahead."""
+    pool = SlotPool(CPU, 3)
+    large, first = pool.take(4096), pool.take(1024)
+    ahead = pool.take_ahead(1024)
+    assert ahead is not None
+    ahead.ahead = True
+    pool.give(large)
+    monkeypatch.setattr(SlotPool, "_make", _no_room)
+    assert pool.take(1024) is large
+    assert pool.of_a_size == 2
+    assert pool.take_ahead(1024) is None
+    assert pool.take(1024) is ahead
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.take(1024)
+    assert pool.slots == [large, first, ahead]
+
+
+def _no_room(pool: SlotPool, wanted: int) -> Slot:
+    raise torch.OutOfMemoryError("no slots fit")
 
 
 def test_sizes_have_slots_of_their_own() -> None:

@@ -537,3 +537,30 @@ def test_large_rows_released_together_are_updated_lowest_unit_first() -> None:
         engine.commit([CommitItem(row, scalars, grad=grads[row]) for row in (2, 1, 0)])
         engine.drain(range(3))
         assert [record.row for record in engine.take_records() if record.stage is Stage.GPU_UPDATE] == [0, 1, 2]
+
+
+def test_workers_left_out_of_early_updates_end_those_of_the_last_step() -> None:
+    """While the device waits for them. Else half of the workers would hold it up."""
+    with running("native", workers=4) as engine:
+        loop = EngineLoop(engine, (200_000, 16_000_000), torch.float32)
+        for _ in range(2):
+            loop.step()
+            engine.drain([0, 1])
+        engine.record(True)
+        engine.set_delay(Stage.CPU_UPDATE, 20_000)
+        loop.step()
+        engine.wait([0])  # by the next forward; row 1 is still to be updated
+        device = threading.Thread(target=engine.wait, args=([1],))
+        device.start()
+        time.sleep(0.01)
+        engine.grad_offload([0], [torch.randn(200_000)])
+        engine.arm_cpu([0])
+        engine.arm_reload([0])
+        engine.release([0])
+        begin_us = 1e6 * time.perf_counter()
+        engine.commit_early((0,), AdamScalars.of(GROUP, loop.step_count + 1, decoupled=True, torch_cuda=False), 2)
+        device.join()
+        engine.set_delay(Stage.CPU_UPDATE, 0)
+        updates = [record for record in engine.take_records() if record.stage is Stage.CPU_UPDATE and record.row == 1]
+        assert {record.worker for record in updates if record.begin_us > begin_us} & {2, 3}
+        engine.discard([0])

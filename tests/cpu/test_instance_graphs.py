@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ from hytrain_fx.capture.instance_graphs import rows_alike
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.passes.base import PassContext
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.torch_private import compiling
+from hytrain_fx.torch_private.compiling import isolates_calls
+from hytrain_fx.torch_private.modules import compiled_call
 
 from .interpreted import graphs_interpreted
 from .loops import HandAdam, assert_same, weights
@@ -415,8 +419,13 @@ def _one_step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+needs_room = pytest.mark.skipif(not isolates_calls() and len(sys._current_frames()) > 1,
+                                reason="torch before 2.13 makes room where no other thread runs Python")
+
+
+@needs_room
 def test_blocks_are_compiled_however_many_models_came_before() -> None:
-    """Dynamo keeps what it compiled with the class's code, up to a limit: close() makes room."""
+    """Dynamo keeps what it compiled with the class's code, up to a limit."""
     torch._dynamo.reset()
     graphs = []
     with graphs_interpreted():
@@ -428,6 +437,7 @@ def test_blocks_are_compiled_however_many_models_came_before() -> None:
     assert graphs == [8] * len(graphs)
 
 
+@needs_room
 def test_blocks_are_compiled_however_often_hooks_come() -> None:
     """Each new hook has all captured again. The other models of the class train on."""
     torch._dynamo.reset()
@@ -444,6 +454,29 @@ def test_blocks_are_compiled_however_often_hooks_come() -> None:
             assert all(of.grad is None for of in other.parameters())
         hytrain_fx.close(model)
         hytrain_fx.close(other)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_room_is_made_only_where_no_other_thread_runs(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all calls' forms count together: a thread that is in the code would lose its memory."""
+    monkeypatch.setattr(compiling, "isolates_calls", lambda: False)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None, 2: None})  # close() makes no room meanwhile
+    torch._dynamo.reset()
+    with graphs_interpreted():
+        for _ in range(torch._dynamo.config.recompile_limit // 2):
+            model, optimizer = _ours(Model(2))
+            _one_step(model, optimizer)
+            (of_layout,) = compiled_call(model)._forward.compiled.values()
+            hytrain_fx.close(model)
+    call, forms = of_layout.compiled, torch._dynamo.eval_frame._debug_get_cache_entry_list
+    before = [len(forms(code())) for code in call.codes.values()]
+    if alone:
+        monkeypatch.setattr(sys, "_current_frames", lambda: {1: None})
+    call.forget()
+    after = [len(forms(code())) for code in call.codes.values()]
+    most = torch._dynamo.config.recompile_limit // 2
+    assert after == ([0 if count >= most else count for count in before] if alone else before)
+    assert max(before) >= most
 
 
 def test_an_input_that_another_thread_has_made() -> None:

@@ -115,6 +115,28 @@ def _no_room(pool: SlotPool, wanted: int) -> Slot:
     raise torch.OutOfMemoryError("no slots fit")
 
 
+def test_no_room_for_a_slot_ahead_of_need_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be repeated: it goes on with the slots that there are, and so do later steps."""
+    with compiled(6) as (model, optimizer, units):
+        engine = session_of(model).engine
+        units.look_ahead(4)
+        issued, late = engine.issued, True
+        # in forwards updates are late, so that slots ahead of need are first wanted in a backward
+        monkeypatch.setattr(engine, "issued", lambda rows: not late and issued(rows))
+        for step in range(4):
+            late = True
+            loss = model(batch(step))
+            late = False
+            with monkeypatch.context() as patch:
+                patch.setattr(SlotPool, "_make", _no_room)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert units.slot_bytes < 5 * SLOT_BYTES
+        assert units.ahead == units.slot_bytes // SLOT_BYTES - 1
+        assert f"{units.ahead} unit" in str(hytrain_fx.explain(model).details())
+
+
 def test_a_branch_that_is_not_taken_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was brought ahead for it gives way with the step: others come ahead as before."""
     came: list[bool] = []

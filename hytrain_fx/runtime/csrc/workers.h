@@ -17,9 +17,9 @@ class Workers {
 
  private:
   // Those that are left out while updates go ahead of their commit leave memory to the thread that
-  // launches the backward.
+  // launches the backward; but not while the device waits for updates of the last step.
   bool may_update(int worker) const {
-    return !state_.ready.empty() && (worker < state_.early_workers || !state_.goes_ahead);
+    return !state_.ready.empty() && (worker < state_.early_workers || !state_.goes_ahead || state_.flagged_rows > 0);
   }
   void update(int worker, const Key& key, EngineLock& lock);
 
