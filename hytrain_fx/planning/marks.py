@@ -123,7 +123,7 @@ class StepMarks:
 
     def mark(self, kind: Mark, unit: int = -1) -> None:
         """Note that the compute stream has reached `kind` of unit `unit` at this point."""
-        if self._is_silent:
+        if self.is_silent:
             return
         of = self._micro_batch(kind)
         now_us = time.perf_counter() * 1e6
@@ -153,7 +153,7 @@ class StepMarks:
 
         `what` is a key of `HELD`.
         """
-        if self._is_silent or not self._running or self._running[-1].ended:
+        if self.is_silent or not self._running or self._running[-1].ended:
             yield  # between a step's backward and the next forward nothing is measured
             return
         number = list(HELD).index(what)
@@ -165,7 +165,8 @@ class StepMarks:
             self.mark(Mark.HELD_END, number)
 
     @property
-    def _is_silent(self) -> bool:
+    def is_silent(self) -> bool:
+        """Whether this thread evaluates: its call of the model began without gradients."""
         return self.silent_thread != 0 and self.silent_thread == threading.get_ident()
 
     def _micro_batch(self, kind: Mark) -> _MicroBatch:

@@ -51,7 +51,7 @@ class Lion(torch.optim.Optimizer):
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 if not state:
-                    state.update(step=torch.tensor(0.0, device="cpu"), exp_avg=torch.zeros_like(parameter))
+                    state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), exp_avg=torch.zeros_like(parameter))
                 state["step"] += 1
                 _step(parameter, parameter.grad, state["exp_avg"], scalars)
         return loss

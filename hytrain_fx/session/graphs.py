@@ -103,7 +103,6 @@ class SessionGraphs:
         self._inputs: dict[int, tuple[nn.Parameter, ...]] = {}  # by pair: the parameters that its forward is given
         self._read: dict[int, tuple[nn.Parameter, ...]] = {}  # by backward graph: those that may be saved for it
         self._fetches: dict[int, tuple[tuple[tuple[int, ...], int], ...]] = {}  # by graph: what it reads, and after how many gradients
-        self._evaluate: set[int] = set()  # graphs of forwards without a backward
         self._streams = BackwardStreams(table.device)
         self._copies = copies
         self._streamed = streamed
@@ -129,7 +128,7 @@ class SessionGraphs:
             self._note_backward(graph.index, graph.pair, graph.grads, offloading_calls(graph.module))
             self._require_own_hooks(graph.kept_grads)
         else:
-            self._note_forward(graph.index, graph.pair, graph.weights, waited_rows(graph.module), graph.kind)
+            self._note_forward(graph.index, graph.pair, graph.weights, waited_rows(graph.module))
         return record
 
     def _share(self, graph: CompiledGraph[PipelineRecord], index: int, instance: Instance) -> PipelineRecord:
@@ -141,7 +140,7 @@ class SessionGraphs:
             grads = {row_of[row]: position for row, position in self._grads[graph.index].items()}
             self._note_backward(index, instance.pair, grads, tuple(tuple(instance.rows(rows)) for rows in nodes.graph_calls[graph.index]))
         else:
-            self._note_forward(index, instance.pair, instance.rows(graph.rows), nodes.graph_waits[graph.index], graph.kind)
+            self._note_forward(index, instance.pair, instance.rows(graph.rows), nodes.graph_waits[graph.index])
         self._require_own_hooks(row_of[row] for row in graph.kept_grads)
         record = graph.rewrite.of_other_rows(row_of, unit, index, f"{graph.index:02}.{graph.kind}")
         if self._dump is not None:
@@ -164,9 +163,7 @@ class SessionGraphs:
         self._grads[graph] = grads
         self._kept.update((row, self._table.parameters[row]) for row in grads)
 
-    def _note_forward(self, graph: int, pair: int, rows: Iterable[int], waits: int, kind: GraphKind) -> None:
-        if kind is GraphKind.INFERENCE:
-            self._evaluate.add(graph)
+    def _note_forward(self, graph: int, pair: int, rows: Iterable[int], waits: int) -> None:
         self._inputs[pair] = tuple(self._table.parameters[row] for row in rows)
         self._nodes.graph_waits[graph] = waits
         self._number_units()
@@ -252,8 +249,8 @@ class SessionGraphs:
 
     @contextmanager
     def _around_forward(self, graph: int) -> Iterator[None]:
-        evaluates = graph in self._evaluate
-        with self._nodes.fetched.running(graph, self._fetches[graph], evaluates=evaluates), self._nodes.all_waited(graph):
+        fetches = self._nodes.fetched.running(graph, self._fetches[graph], evaluates=self._nodes.marks.is_silent)
+        with fetches, self._nodes.all_waited(graph):
             yield
 
     @contextmanager

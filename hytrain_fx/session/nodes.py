@@ -63,7 +63,7 @@ class SessionNodes:
         self.unit_of: list[int] = [0] * len(table)
         self._engine = engine
         self._states = states
-        self._marks = marks
+        self.marks = marks
         self._offloaded: set[int] = set()
         self.returned = ReturnedGradients()
         self._unwaited: set[int] = set()  # rows of the last steps whose new weights no forward has waited for yet
@@ -76,7 +76,7 @@ class SessionNodes:
 
         Their buffers die after this call.
         """
-        self._marks.mark(Mark.GRADS, self.unit_of[rows[0]])
+        self.marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
         self.fetched.cover(rows)
@@ -153,7 +153,7 @@ class SessionNodes:
             self.release(rows)
         if self.averaged:
             self.averaged.side.join()
-        self._marks.mark(Mark.BACKWARD_END)
+        self.marks.mark(Mark.BACKWARD_END)
         self.runs["backward_end"] += 1
 
     @whole()
@@ -177,9 +177,9 @@ class SessionNodes:
     def wait_outside(self, rows: Sequence[int]) -> None:
         """`wait` of code outside graphs."""
         unit = self.unit_of[rows[0]]
-        self._marks.mark(Mark.WAIT_BEGIN, unit)
+        self.marks.mark(Mark.WAIT_BEGIN, unit)
         self._end_updates(rows)
-        self._marks.mark(Mark.WAIT_END, unit)
+        self.marks.mark(Mark.WAIT_END, unit)
         self.runs["wait"] += len(rows)
 
     def _end_updates(self, rows: Sequence[int]) -> None:

@@ -117,7 +117,7 @@ class RankStages:
         shared = set(map(id, self._shared))
         if found and all(id(of) in shared for of in found):
             return
-        own = torch.zeros(1, device=self._device)
+        own = torch.zeros(1, dtype=torch.float32, device=self._device)
         for of in found:
             own = torch.maximum(own, of.reshape(1).to(self._device, non_blocking=True))
         any_stage = self.ranks.of_each(own, "whether the gradients of all stages are finite").amax()
@@ -142,7 +142,7 @@ class RankStages:
             return before.any_stage if own is None else torch.maximum(before.any_stage, own)
         others = [other for other in self._optimizers if other is not session and not other.closed]
         found = [own, *(other.finite_steps.found_now(_gradients(other)) for other in others)]
-        here = torch.zeros(1, device=self._device)
+        here = torch.zeros(1, dtype=torch.float32, device=self._device)
         for one in found:
             here = here if one is None else torch.maximum(here, one)
         any_stage = self.ranks.of_each(here, "whether the gradients of all stages are finite (on_nonfinite, the same in all)").amax()

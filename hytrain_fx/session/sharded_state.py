@@ -25,6 +25,7 @@ from hytrain_fx.session.state_dict import (
     load_row,
     own_entries,
     shaped,
+    step_count,
     tell_of_rounding,
     whole_states,
 )
@@ -42,7 +43,7 @@ def sharded_states(session: Session, names: Sequence[str]) -> dict[str, Any]:
     if (own := own_entries(session)) is not None:
         return {"state": {name: own.read(row) for row, name in enumerate(names) if own.has(row)}, "param_groups": _groups(session, names)}
     # All of them, also before their first step: they are what a checkpoint fills.
-    state = {name: {"step": torch.tensor(float(steps[row]), device="cpu"), **_tensors(session, row)} for row, name in enumerate(names)}
+    state = {name: {"step": step_count(steps[row]), **_tensors(session, row)} for row, name in enumerate(names)}
     return {"state": state, "param_groups": _groups(session, names)}
 
 

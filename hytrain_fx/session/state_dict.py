@@ -128,13 +128,21 @@ def own_entries(session: Session) -> OwnEntries | None:
     return OwnEntries(session.rule, session.states, session.table.parameters, session.table.names)
 
 
+def step_count(steps: float) -> torch.Tensor:
+    """A 0-dim tensor on the CPU, in the dtype that torch's optimizers count in.
+
+    Not in the default dtype: bf16 has no 257.
+    """
+    return torch.tensor(float(steps), dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32, device="cpu")
+
+
 def _read_row(session: Session, row: int) -> dict[str, torch.Tensor] | None:
     """The entry; None where the step of its owner has kept nothing."""
     with without_torch_function():
         if (own := own_entries(session)) is not None:
             return _read_own(session, own, row)
         states, parameter = whole_states(session, row), session.table.parameters[row]
-    entry = {"step": torch.tensor(float(session.builder.steps[row]), device="cpu")}
+    entry = {"step": step_count(session.builder.steps[row])}
     entry |= {name: shaped(flat, parameter) for name, flat in states.named().items()}
     if parameter.dtype != torch.float32:
         entry["master"] = shaped(states.master, parameter)

@@ -1,4 +1,4 @@
-"""Loops under torch.set_default_device have the bits of loops without.
+"""Loops under torch.set_default_device or set_default_dtype have the bits of loops without.
 
 On a GPU programs set "cuda"; here it is "meta", whose tensors have no values: a tensor that the
 library makes without saying where would have none.
@@ -6,6 +6,7 @@ library makes without saying where would have none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -61,3 +62,56 @@ def test_a_default_device_changes_nothing(options: dict[str, Any]) -> None:
     assert found["losses"] == expected["losses"]
     assert_same(found["weights"], expected["weights"])
     assert_same(found["states"], expected["states"])
+
+
+class Averaging(torch.optim.Optimizer):
+    """It says which dtype its states have."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+                state["average"].lerp_(parameter.grad, 0.3)
+                parameter.sub_(state["average"], alpha=group["lr"])
+
+
+@pytest.fixture
+def bf16_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, hytrain_fx.Lion])
+def test_step_counts_are_whole_under_another_default_dtype(kind: Any, bf16_by_default: None) -> None:
+    """The number 257, which bf16 does not have, is saved after 256 steps and one."""
+    torch._dynamo.reset()
+    plain = nn.Linear(4, 4, dtype=torch.float32)
+    model, optimizer = hytrain_fx.compile(plain, kind(plain.parameters(), lr=1e-3))
+    for already in (0, 256):
+        saved = optimizer.state_dict()
+        for state in saved["state"].values():
+            state["step"].fill_(already)
+        optimizer.load_state_dict(saved)
+        model(torch.ones(2, 4, dtype=torch.float32)).sum().backward()
+        optimizer.step()
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [257.0, 257.0]
+    hytrain_fx.close(model)
+
+
+def test_an_optimizer_of_the_user_under_another_default_dtype(bf16_by_default: None) -> None:
+    """It is tried with a parameter in fp32, as it will be given."""
+    torch._dynamo.reset()
+    plain = nn.Linear(256, 256, dtype=torch.float32)
+    model, optimizer = hytrain_fx.compile(plain, Averaging(plain.parameters(), lr=0.1))
+    before = plain.weight.detach().clone()
+    model(torch.ones(2, 256, dtype=torch.float32)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(plain.weight, before)
+    hytrain_fx.close(model)

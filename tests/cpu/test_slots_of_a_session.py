@@ -12,6 +12,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.capture.captured_graph import GraphKind
 from hytrain_fx.cost_model.fetch_depth import FetchDepth
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.weights.device_slots import Slot, SlotPool
@@ -154,6 +155,27 @@ def test_a_branch_that_is_not_taken_keeps_no_slot(monkeypatch: pytest.MonkeyPatc
         came.clear()
         train(model, optimizer, 2, other=True)
         assert sum(came) > len(came) / 2
+
+
+class Halfway(Branches):
+    """Its first layers run without gradients, in graphs of their own."""
+
+    def forward(self, x: torch.Tensor, other: bool = False) -> torch.Tensor:
+        with torch.no_grad():
+            for layer in self.other:
+                x = torch.tanh(layer(x))
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_layers_without_gradients_are_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights come ahead in training, though their graphs are those of an evaluation."""
+    monkeypatch.setitem(globals(), "Branches", Halfway)
+    with compiled(3, 1) as (model, optimizer, units):
+        train(model, optimizer, 3)
+        kinds = {graph.kind for graph in session_of(model).capture.graphs}
+        assert kinds == {GraphKind.INFERENCE, GraphKind.FORWARD, GraphKind.BACKWARD}
+        assert len(set(units._order._last)) == 5
 
 
 def test_an_evaluation_does_not_change_what_comes_ahead() -> None:

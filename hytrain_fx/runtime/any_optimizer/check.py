@@ -108,7 +108,8 @@ class _Trial:
             return
         options, parameter = self.large
         dimensions = parameter.dim()
-        weight = nn.Parameter(torch.zeros([2 * _PACKED] if dimensions < 2 else [_PACKED // 64, 128, *[1] * (dimensions - 2)], device="cpu"))
+        shape = [2 * _PACKED] if dimensions < 2 else [_PACKED // 64, 128, *[1] * (dimensions - 2)]
+        weight = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
         vars(weight).update(self._cut(parameter, weight))
         state: dict[torch.Tensor, Entry] = {}
         if self.begins_with_state:
