@@ -264,8 +264,8 @@ class FetchedUnits:
             if not unit.updated and not self._engine.issued(list(unit.rows)):
                 return
             slot = unit.slot or self._pool.take_ahead(unit.nbytes)
-            self.ahead = min(self.ahead, self._pool.of_a_size - 1)
             if slot is None:
+                self.ahead = self._pool.of_a_size - 1  # fewer where there is no room for as many as planned
                 return
             self._pool.use(slot)
             self._settle_in(unit, slot)
