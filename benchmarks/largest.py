@@ -10,7 +10,7 @@ The search begins at what is estimated to fit and ends where one trains and the 
 before it ran, and what it took. largest_model.md and .png (or largest_batch) show what was found.
 
 With --gpus (and --rows-per-gpu) searches run side by side, one on each seat. A trial begins when
-the memory of its caps is free, compiles beside others, and is timed alone.
+the memory of its caps is free. The largest that trains then runs once more, and is timed alone.
 
 --device-memory holds torch's allocator to so many 10^9 bytes; the CUDA context is not part of that.
 --host-memory ends a trial whose processes hold more. A model grows by layers of one width: the
@@ -25,7 +25,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks import estimates
@@ -151,10 +151,19 @@ class Trials:
         """
         row = self.results.get(case)
         if row is None or self._again or (self._retry and not decides(row)):
-            row = self._run(case, seat)
+            row = self._run(case, seat, alone=seat is None)
         if not decides(row):
             raise NotTried(f"{case.size}, batch {case.batch}: {row['error']}")
         return "error" not in row
+
+    def time_alone(self, case: Case, seat: Seat | None) -> None:
+        """Once more, for its speed, if others compiled beside it.
+
+        The row that there was stays where it fails this time. Raises NotTried as `train` does.
+        """
+        row = self.results.get(case)
+        if row is not None and row.get("beside_others") and "error" in self._run(case, seat, alone=True):
+            self.results.put(case, row)
 
     @contextmanager
     def _room(self, case: Case, seat: Seat | None) -> Iterator[None]:
@@ -175,14 +184,16 @@ class Trials:
         with self._taking:
             return self._memory.take(seat.gpu, ask)
 
-    def _run(self, case: Case, seat: Seat | None) -> Row:
+    def _run(self, case: Case, seat: Seat | None, *, alone: bool) -> Row:
         estimate = estimates.estimate_of(case, self.spec)
         if estimate is not None:
             print(f"{case.key}: estimated to take {estimate.device_bytes / 1e9:.1f} GB of the device, {estimate.host_bytes / 1e9:.1f} of "
                   "the host", flush=True)
         before, seats = self.results.get(case), () if seat is None else (seat,)
+        extra = self._launch.extra if alone else (*self._launch.extra, "--beside-others")
         with self._room(case, seat):
-            measure([case], self.results, replace(self._launch, total_s=self._left_s(case), seats=seats), again=True, tell=_tell)
+            launch = replace(self._launch, total_s=self._left_s(case), seats=seats, extra=extra)
+            measure([case], self.results, launch, again=True, tell=_tell)
         row = self.results.get(case)
         if row is None or row is before:
             raise NotTried("the time was over; call again for the rest")
@@ -243,6 +254,9 @@ def _searched(axis: Axis, trials: Trials, seat: Seat | None, arguments: argparse
                     min((number for number, trained in seen.items() if not trained), default=None), len(seen), found=False)
     if not edge.found and not why:
         why = f"not narrowed down, trials: {edge.trials}; give more --tries"
+    if edge.found and edge.trains:
+        with suppress(NotTried):  # the next call does
+            trials.time_alone(axis.case(edge.trains), seat)
     best, failed, expected = (None if not number else axis.case(number) for number in (edge.trains, edge.fails, estimated))
     return Found(axis.base, axis.family is not None, best, failed, expected, edge.trials, why)
 

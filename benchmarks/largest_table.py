@@ -133,6 +133,7 @@ def _line(of: Found, results: Results) -> list[str]:
         return ["-", *words, "-", failed, of.number(of.estimated), str(of.trials), *["-"] * 7]
     largest = f"**{row['params'] / 1e9:.2f} G** (`{of.best.size}`)" if of.of_models else f"**{of.best.batch}**"
     tokens_s = f"{of.best.tokens / row['step_s']:.0f}" + (" (short windows)" if is_short(row) else "")
+    tokens_s += " (beside others)" if row.get("beside_others") else ""
     return [letter(results, row), *words, largest + (", or more" if of.why_open else ""), failed, of.number(of.estimated), str(of.trials),
             tokens_s, f"{row['spread']:.1%}", *_of_memory(row)]
 

@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recording", action="store_true", help="ours: time windows with and without recording, in turn")
     parser.add_argument("--turn", type=int, default=None, metavar="DESCRIPTOR",
                         help="other rows compile on this machine: be timed alone (by the lock that benchmarks/turns.py took for this row)")
+    parser.add_argument("--beside-others", action="store_true", help="with --turn: be timed while others compile, and say so in the row")
     parser.add_argument("--shares-gpu", action="store_true", help="with --turn: rows of the same GPU are among those; wait in any mode")
     parser.add_argument("--explain", action="store_true", help="ours: print hytrain_fx.explain at the end")
 
@@ -124,7 +125,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     trainer.finish()
     row["build_s"], row["first_step_s"] = round(built_s - began_s, 2), round(time.perf_counter() - built_s, 2)
     compiled_s = time.perf_counter()
-    turn.wait_to_be_alone(case.mode, arguments.shares_gpu)
+    if arguments.beside_others:
+        row["beside_others"] = True
+    else:
+        turn.wait_to_be_alone(case.mode, arguments.shares_gpu)
     waited_us = (time.perf_counter() - compiled_s) * 1e6
     warmup = (OUR_WARMUP_STEPS if case.mode == "ours" else OTHER_WARMUP_STEPS) if arguments.warmup is None else arguments.warmup
     row |= timed(trainer, data, warmup, arguments.window, device, meter_of(device), case.tokens)

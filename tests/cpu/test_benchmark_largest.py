@@ -43,8 +43,9 @@ mode, size, _, batch, _, sequence = sys.argv[4:10]
 words = sys.argv[10:]
 def given(name):
     return float(words[words.index(name) + 1]) if name in words else None
+alone = "--beside-others" not in words
 with open(runs, "a") as file:
-    file.write(f"{mode} {size} {batch}\\n")
+    file.write(f"{mode} {size} {batch}\\n" if alone else f"{mode} {size} {batch} beside others\\n")
 held = bytearray(hold_mb * 10**6)
 held[::4096] = b"x" * len(held[::4096])
 if hold_mb:
@@ -63,6 +64,8 @@ row = {"mode": mode, "size": size, "batch": int(batch), "sequence": int(sequence
        "pinned_gb": 0.5}
 if mode == "ours":
     row |= {"memory_in_use": {"host_bytes": 50 * 10**9}, "plan": {"k": 1, "units": 5, "share": {"gpu": 0.25, "cpu": 0.5, "stream": 0.25}}}
+if not alone:
+    row["beside_others"] = True
 print(json.dumps(row))
 """
 
@@ -297,20 +300,43 @@ def test_batches_are_searched(faked: Callable[..., Ran], tmp_path: Path) -> None
 
 
 def test_searches_side_by_side_find_the_same(faked: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seats of one GPU: each search is one seat's, and a trial waits for its caps' memory."""
+    """Two seats of one GPU: each search is one seat's, and a trial waits for its caps' memory.
+
+    Trials run beside each other; what was found runs once more, alone.
+    """
     ran = faked(ours=22, all_gpu=19)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(largest, "memory_here", lambda: Memory(60.0, 200.0))
     words = ("--modes", "ours,ours:moments=bf16,all_gpu", "--batches", "4", "--family", "h24", "--start", "20", "--device-memory", "24",
              "--host-memory", "64")
     largest_of(tmp_path / "beside", *words, "--gpus", "1", "--rows-per-gpu", "2")
-    beside = sorted(ran())
+    beside = ran()
+    assert sorted(run for run in beside if not run.endswith(" beside others")) == ["all_gpu h24l19 4", "ours h24l22 4", "ours h24l22 4"]
     largest_of(tmp_path / "alone", *words)
-    assert beside == sorted(ran())
+    assert sorted(run.removesuffix(" beside others") for run in beside if run.endswith(" beside others")) == sorted(ran())
     found = [[line for line in (tmp_path / out / "largest_model.md").read_text().splitlines() if line.startswith("| A | 24, 64 |")]
              for out in ("beside", "alone")]
     assert len(found[0]) == 3
     assert found[0] == found[1]
+
+
+def test_a_speed_that_was_not_timed_alone_is_marked(faked: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row stays where the run alone fails; the next call tries again."""
+    ran = faked(ours=20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(largest, "memory_here", lambda: Memory(60.0, 200.0))
+    words = ("--modes", "ours", "--batches", "4", "--family", "h24", "--start", "20", "--device-memory", "24", "--host-memory", "64",
+             "--gpus", "1")
+    with monkeypatch.context() as patch:
+        run = largest.Trials._run
+        patch.setattr(largest.Trials, "_run", lambda trials, case, seat, *, alone: {"error": "ended"} if alone else
+                      run(trials, case, seat, alone=False))
+        largest_of(tmp_path, *words)
+    assert "(beside others)" in (tmp_path / "largest_model.md").read_text()
+    ran()
+    largest_of(tmp_path, *words)
+    assert ran() == ["ours h24l20 4"]
+    assert "(beside others)" not in (tmp_path / "largest_model.md").read_text()
 
 
 def test_a_trial_waits_for_the_memory_of_its_caps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
