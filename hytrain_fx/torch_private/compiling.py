@@ -100,7 +100,7 @@ def compiled_call_of(
     # Dynamo traces into this frame but, marked so, leaves it alone where it is run: then it is
     # plain Python.
     def run_model(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             told()
         return function(model, *args, **kwargs)
 

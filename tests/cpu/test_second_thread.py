@@ -379,3 +379,27 @@ def test_locks_taken_in_another_order_are_an_error() -> None:
             locks[first].acquire()
     with locks["calls"]:  # nothing is left of it
         pass
+
+
+def test_eager_code_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag of the process says so. It is not taken for this thread's, and no read is missed."""
+    losses = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        model: Any = _net()
+        model.forward = torch.compiler.disable(model.forward)
+        model, optimizer = _compile(model) if ours else (model, _plain_adamw(model))
+        if (session := find_session(model)) is not None:
+            session.engine.set_delay(Stage.CPU_UPDATE, 2000.0)
+        found = []
+        for batch in 3 * _data():
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.compiler, "_is_compiling_flag", True)
+                loss = (model(batch) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+    hytrain_fx.close(model)
