@@ -86,7 +86,7 @@ def test_without_room_there_are_as_many_slots_as_could_be_made(monkeypatch: pyte
     assert ahead is not None
     ahead.ahead = True
     pool.give(large)
-    monkeypatch.setattr(SlotPool, "_make", _no_room)
+    monkeypatch.setattr(SlotPool, "_make", no_room)
     assert pool.take(1024) is large
     assert pool.of_a_size == 2
     assert pool.take_ahead(1024) is None
@@ -96,7 +96,8 @@ def test_without_room_there_are_as_many_slots_as_could_be_made(monkeypatch: pyte
     assert pool.slots == [large, first, ahead]
 
 
-def _no_room(pool: SlotPool, wanted: int) -> Slot:
+def no_room(pool: SlotPool, wanted: int) -> Slot:
+    """In the place of `SlotPool._make`."""
     raise torch.OutOfMemoryError("no slots fit")
 
 

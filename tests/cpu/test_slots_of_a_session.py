@@ -19,6 +19,7 @@ from hytrain_fx.weights.device_slots import Slot, SlotPool
 from hytrain_fx.weights.fetched_units import FetchedUnits
 
 from .interpreted import graphs_interpreted
+from .test_device_slots import no_room
 
 WIDTH = 64
 SLOT_BYTES = 2 * WIDTH * WIDTH
@@ -38,11 +39,11 @@ class Branches(nn.Module):
 
 
 @contextmanager
-def compiled(shared: int, each: int = 0, **options: Any) -> Iterator[tuple[Any, Any, FetchedUnits]]:
+def compiled(shared: int, each: int = 0, kind: type[Branches] = Branches, **options: Any) -> Iterator[tuple[Any, Any, FetchedUnits]]:
     """Model, optimizer and the units that come to slots."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    made = Branches(shared, each).to(torch.bfloat16)
+    made = kind(shared, each).to(torch.bfloat16)
     plain = torch.optim.AdamW(made.parameters(), lr=1e-2)
     with graphs_interpreted():
         model, optimizer = hytrain_fx.compile(made, plain, weights="streamed", k=0, workers=1, timeout_s=20.0, **options)
@@ -106,14 +107,10 @@ def test_slots_are_made_for_what_steps_read_alone(monkeypatch: pytest.MonkeyPatc
         assert units.slot_bytes == 6 * SLOT_BYTES
         units.drop_slots()
         with monkeypatch.context() as patch:
-            patch.setattr(SlotPool, "_make", _no_room)
+            patch.setattr(SlotPool, "_make", no_room)
             streamed.follow(depth)
         assert units.slot_bytes == 0
         train(model, optimizer, 1)
-
-
-def _no_room(pool: SlotPool, wanted: int) -> Slot:
-    raise torch.OutOfMemoryError("no slots fit")
 
 
 def test_no_room_for_a_slot_ahead_of_need_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +126,7 @@ def test_no_room_for_a_slot_ahead_of_need_in_a_backward(monkeypatch: pytest.Monk
             loss = model(batch(step))
             late = False
             with monkeypatch.context() as patch:
-                patch.setattr(SlotPool, "_make", _no_room)
+                patch.setattr(SlotPool, "_make", no_room)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -168,10 +165,9 @@ class Halfway(Branches):
         return super().forward(x)
 
 
-def test_layers_without_gradients_are_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_without_gradients_are_part_of_a_step() -> None:
     """Their weights come ahead in training, though their graphs are those of an evaluation."""
-    monkeypatch.setitem(globals(), "Branches", Halfway)
-    with compiled(3, 1) as (model, optimizer, units):
+    with compiled(3, 1, Halfway) as (model, optimizer, units):
         train(model, optimizer, 3)
         kinds = {graph.kind for graph in session_of(model).capture.graphs}
         assert kinds == {GraphKind.INFERENCE, GraphKind.FORWARD, GraphKind.BACKWARD}
