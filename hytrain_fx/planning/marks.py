@@ -293,9 +293,10 @@ class StepMarks:
         apart = [elapsed_us(step.marks[-1][2], after.marks[0][2]) for step, after in itertools.pairwise(reached)]
         forward, backward, stall = (tuple(map(statistics.median, zip(*(getattr(s, name) for s in steps), strict=True)))
                                     for name in ("forward_us", "backward_us", "stall_us"))
-        held_us, fetch_stall_us, between_us = (statistics.median(getattr(s, name) for s in steps)
-                                               for name in ("held_us", "fetch_stall_us", "between_us"))
-        apart_us = statistics.median(apart) if apart else 0.0
+        between_us, apart_us = statistics.median(s.between_us for s in steps), statistics.median(apart or [0.0])
+        # as shares: the median of a part, summed over units first, may exceed the sum of medians
+        held_us, fetch_stall_us = (sum(stall) * statistics.median(min(getattr(s, name) / (sum(s.stall_us) or 1.0), 1.0) for s in steps)
+                                   for name in ("held_us", "fetch_stall_us"))
         return UnitTimes(forward, backward, stall, held_us, between_us, apart_us, fetch_stall_us)
 
 

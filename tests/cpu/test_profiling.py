@@ -304,6 +304,28 @@ def test_what_the_library_holds_up_is_a_wait(monkeypatch: pytest.MonkeyPatch) ->
     assert not clock.marks.broken
 
 
+@given(fetches_us=st.lists(st.tuples(*[st.integers(0, 10_000)] * 3), min_size=1, max_size=6))
+def test_waits_for_fetches_are_a_part_of_the_stalls(fetches_us: list[tuple[int, int, int]]) -> None:
+    """However a unit's waits differ from step to step, the medians name no more than all."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+        for of_units in fetches_us:
+            clock.mark(Mark.FORWARD_BEGIN, 0.0)
+            for unit, us in enumerate(of_units):
+                clock.mark(Mark.WAIT_BEGIN, 0.0, unit)
+                clock.mark(Mark.WAIT_END, 1.0, unit)
+                with clock.marks.held("fetch"):
+                    clock.now_us += us
+            clock.mark(Mark.FORWARD_END, 20.0)
+            clock.mark(Mark.BACKWARD_END, 0.0)
+            clock.marks.end_step()
+        times = clock.marks.median(3)
+    assert 0 <= times.fetch_stall_us <= sum(times.stall_us)
+    whole = [sum(of_units) for of_units in fetches_us]
+    assert times.fetch_stall_us >= sum(times.stall_us) * min(us / (us + 3.0) for us in whole) - 1e-3
+    assert times.held_us == 0
+
+
 def test_a_step_without_a_captured_backward_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its marks are forgotten, and it does not count as captured."""
     clock = Clock(monkeypatch)
