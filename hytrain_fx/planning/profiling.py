@@ -262,7 +262,7 @@ def _stages(measured: Measured, probes: Probes, before: Profile | None, streams:
 def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
     """Microseconds by unit, for each step.
 
-    CPU workers run side by side, so their time is divided among them.
+    CPU workers run side by side, so their time is divided among those that share the updates.
 
     A step's records are those that begin between its end and the end of the next step: from commit
     to commit. So what a slow device has not reached yet still counts once.
@@ -270,7 +270,7 @@ def _by_step(measured: Measured, stage: Stage) -> list[dict[int, float]]:
     steps: list[dict[int, float]] = [{} for _ in measured.steps.ends_us[1:]]
     records = measured.of_stage.get(stage, [])
     if stage is Stage.CPU_UPDATE:
-        lengths = [us / measured.workers for us in worker_lengths_us(measured, records)]
+        lengths = [us / record.workers for record, us in zip(records, worker_lengths_us(measured, records), strict=True)]
     else:
         lengths = [record.end_us - record.begin_us for record in records]
     for record, us in zip(records, lengths, strict=True):

@@ -145,7 +145,10 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """One task that ran: times in microseconds on the engine's clock (monotonic host clock)."""
+    """One task that ran: times in microseconds on the engine's clock (monotonic host clock).
+
+    `workers` share the CPU's updates meanwhile: all, or those that update before a step.
+    """
 
     stage: Stage
     row: int
@@ -153,6 +156,7 @@ class TaskRecord:
     worker: int
     begin_us: float
     end_us: float
+    workers: int = 1
 
 
 def staging_shape(largest_params: int, arrays: int) -> tuple[int, int, int]:

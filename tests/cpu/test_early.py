@@ -451,8 +451,10 @@ def test_half_of_the_workers_update_before_step(twins: Twins, monkeypatch: pytes
     finally:
         twins.session.record(False)
         engine.set_delay(Stage.CPU_UPDATE, 0)
-    early = [record.worker for record in updates if any(begin <= record.begin_us < end for begin, end in before_step)]
-    assert set(early) == {0}
+    early = [record for record in updates if any(begin <= record.begin_us < end for begin, end in before_step)]
+    assert {record.worker for record in early} == {0}
+    assert {record.workers for record in early} == {1}
+    assert {record.workers for record in updates} == {1, 2}
     assert len(early) < len(updates)
 
 

@@ -29,7 +29,7 @@ RATES = Probes(lambda: 0.5, lambda: (2.0, 3.0))
 
 
 def measured(
-    records: Sequence[TaskRecord], placement: Sequence[Placement], *, steps: int = 3, device: str = "cpu", workers: int = 1,
+    records: Sequence[TaskRecord], placement: Sequence[Placement], *, steps: int = 3, device: str = "cpu",
     launching_us: tuple[float, ...] = (),
 ) -> Measured:
     """Two units of rows of 100 and 300 elements each; steps of 1000 us from 0 on."""
@@ -42,11 +42,11 @@ def measured(
     ends = tuple(STEP_US * i for i in range(steps + 1))
     read = ReadSteps(ends, list(records), launching_us)
     numels, unit_of = dict(enumerate([100, 300, 100, 300])), dict(enumerate([0, 0, 1, 1]))
-    return Measured(units, marks, read, unit_of, numels, dict(enumerate(placement)), workers, torch.device(device))
+    return Measured(units, marks, read, unit_of, numels, dict(enumerate(placement)), 1, torch.device(device))
 
 
-def record(stage: Stage, row: int, begin: float, us: float, worker: int = 0) -> TaskRecord:
-    return TaskRecord(stage, row, 0, worker, begin, begin + us)
+def record(stage: Stage, row: int, begin: float, us: float, worker: int = 0, workers: int = 1) -> TaskRecord:
+    return TaskRecord(stage, row, 0, worker, begin, begin + us, workers)
 
 
 def every_step(stage: Stage, row: int, us: Sequence[float], at: float = 500.0) -> list[TaskRecord]:
@@ -117,11 +117,19 @@ def test_waiting_for_a_gradient_is_not_the_workers_time() -> None:
     The gaps of other workers stay apart.
     """
     landed = [record(Stage.D2H, 0, 1000.0, 100.0), record(Stage.D2H, 2, 1000.0, 500.0)]
-    updates = [record(Stage.CPU_UPDATE, 0, 1110.0, 100.0), record(Stage.CPU_UPDATE, 2, 1500.0, 100.0),
-               record(Stage.CPU_UPDATE, 3, 1505.0, 100.0, worker=1)]
-    of = measured([*landed, *updates], [CPU] * 4, device="cuda", workers=2)
+    updates = [record(Stage.CPU_UPDATE, 0, 1110.0, 100.0, workers=2), record(Stage.CPU_UPDATE, 2, 1500.0, 100.0, workers=2),
+               record(Stage.CPU_UPDATE, 3, 1505.0, 100.0, worker=1, workers=2)]
+    of = measured([*landed, *updates], [CPU] * 4, device="cuda")
     assert worker_lengths_us(of, updates) == [110.0, 100.0, 105.0]
     assert cpu_steps_us(of)[1] == pytest.approx(315.0 / 2)
+
+
+def test_updates_count_as_work_of_those_that_share_them() -> None:
+    """A worker that is left out before the step takes no part in the time of updates there."""
+    alone, beside = ([record(Stage.CPU_UPDATE, row, STEP_US + 100.0 * row, 60.0, workers=workers) for row in range(4)] for workers in (1, 2))
+    assert cpu_steps_us(measured(alone, [CPU] * 4))[1] == pytest.approx(240.0)
+    assert cpu_steps_us(measured(beside, [CPU] * 4))[1] == pytest.approx(120.0)
+    assert cpu_steps_us(measured([*alone[:2], *beside[2:]], [CPU] * 4))[1] == pytest.approx(180.0)
 
 
 @given(starts=st.lists(st.floats(0, 2900), min_size=1, max_size=12), lengths=st.lists(st.floats(0, 50), min_size=12, max_size=12))

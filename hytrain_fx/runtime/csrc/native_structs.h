@@ -100,6 +100,7 @@ struct TaskRecord {
   int32_t row;
   int32_t chunk;
   int32_t worker;
+  int32_t workers;  // that share the updates meanwhile
   double begin_us;
   double end_us;
 };

@@ -10,15 +10,15 @@ constexpr double kPauseUs = 20;  // between two granules of one record
 
 }  // namespace
 
-void Records::note_update(int row, int chunk, int worker, double begin_us, double end_us) {
+void Records::note_update(int row, int chunk, int worker, int workers, double begin_us, double end_us) {
   if (!on_) return;
   int& last = running_[worker];
-  if (last >= 0 && records_[last].row == row && begin_us - records_[last].end_us < kPauseUs) {
+  if (last >= 0 && records_[last].row == row && records_[last].workers == workers && begin_us - records_[last].end_us < kPauseUs) {
     records_[last].end_us = end_us;
     return;
   }
   last = static_cast<int>(records_.size());
-  records_.push_back({kCpuUpdate, row, chunk, worker, begin_us, end_us});
+  records_.push_back({kCpuUpdate, row, chunk, worker, workers, begin_us, end_us});
 }
 
 void Records::note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end, double from, double to) {
@@ -38,7 +38,7 @@ std::vector<TaskRecord> Records::take_done_lanes(Device& device, EngineMutex& mu
   std::vector<TaskRecord> done;
   for (auto lane = lanes.begin(); lane != undone; ++lane) {
     const double begin_us = lane->begin->time_us(), all_us = lane->end->time_us() - begin_us;
-    done.push_back({lane->kind, lane->row, lane->chunk, 0, begin_us + lane->from * all_us, begin_us + lane->to * all_us});
+    done.push_back({lane->kind, lane->row, lane->chunk, 0, 1, begin_us + lane->from * all_us, begin_us + lane->to * all_us});
   }
   std::lock_guard lock(mutex);
   lanes_.insert(lanes_.end(), std::make_move_iterator(undone), std::make_move_iterator(lanes.end()));

@@ -19,8 +19,9 @@ class Records {
 
   bool on() const { return on_; }  // also without the lock
   void turn(bool on) { on_ = on; }
-  // A worker takes one granule after the other; of one row they make one record.
-  void note_update(int row, int chunk, int worker, double begin_us, double end_us);
+  // A worker takes one granule after the other; of one row they make one record. `workers` share
+  // the updates.
+  void note_update(int row, int chunk, int worker, int workers, double begin_us, double end_us);
   // For several chunks together: the first. For several rows together: each with its part of the
   // time between the events, `from` and `to` between 0 and 1.
   void note_lane(RecordKind kind, int row, int chunk, const EventPtr& begin, const EventPtr& end, double from = 0, double to = 1);

@@ -45,6 +45,7 @@ void Workers::update(int worker, const Key& ready, EngineLock& lock) {
   Chunk& chunk = state_.chunk(key);
   Task task;
   if (!updates_.take(key, task)) return;
+  const int workers = sharing();
   lock.unlock();
   const double begin_us = state_.device->now_us();
   sleep_us(state_.provoked.worker_delay_us);
@@ -52,9 +53,9 @@ void Workers::update(int worker, const Key& ready, EngineLock& lock) {
   run_task(row, chunk, task);
   const double end_us = state_.device->now_us();
   lock.lock();
-  row.busy_us += (end_us - begin_us) / state_.options.workers;
-  state_.clock.worked(begin_us, end_us, state_.options.workers, chunk.granule_params(task.granule));
-  state_.records.note_update(key.row, key.chunk, worker, begin_us, end_us);
+  row.busy_us += (end_us - begin_us) / workers;
+  state_.clock.worked(begin_us, end_us, workers, chunk.granule_params(task.granule));
+  state_.records.note_update(key.row, key.chunk, worker, workers, begin_us, end_us);
   ++chunk.finished;
   updates_.finish(key);
 }

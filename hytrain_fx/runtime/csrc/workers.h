@@ -16,10 +16,12 @@ class Workers {
   void run(int worker);  // its thread's
 
  private:
-  // Those that are left out while updates go ahead of their commit leave memory to the thread that
-  // launches the backward; but not while the device waits for updates of the last step.
-  bool may_update(int worker) const {
-    return !state_.ready.empty() && (worker < state_.early_workers || !state_.goes_ahead || state_.flagged_rows > 0);
+  bool may_update(int worker) const { return !state_.ready.empty() && worker < sharing(); }
+  // How many workers share the updates. Those that are left out while updates go ahead of their
+  // commit leave memory to the thread that launches the backward; but not while the device waits for
+  // updates of the last step.
+  int sharing() const {
+    return state_.goes_ahead && state_.flagged_rows == 0 ? state_.early_workers : state_.options.workers;
   }
   void update(int worker, const Key& key, EngineLock& lock);
 

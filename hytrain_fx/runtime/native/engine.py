@@ -364,7 +364,7 @@ class NativeEngine:
         buffer, taken, records = (CTaskRecord * _RECORD_CAPACITY)(), c_int(_RECORD_CAPACITY), list[TaskRecord]()
         while taken.value == _RECORD_CAPACITY:
             self._call("take_records", buffer, _RECORD_CAPACITY, byref(taken))
-            records += (TaskRecord(Stage(r.kind), r.row, r.chunk, r.worker, r.begin_us, r.end_us) for r in buffer[: taken.value])
+            records += (TaskRecord(Stage(r.kind), r.row, r.chunk, r.worker, r.begin_us, r.end_us, r.workers) for r in buffer[: taken.value])
         return records
 
     def cpu_update_us(self, row: int) -> float:

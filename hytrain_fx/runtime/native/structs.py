@@ -105,6 +105,7 @@ class CTaskRecord(Structure):
         ("row", c_int32),
         ("chunk", c_int32),
         ("worker", c_int32),
+        ("workers", c_int32),
         ("begin_us", c_double),
         ("end_us", c_double),
     ]
