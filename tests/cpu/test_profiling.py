@@ -126,10 +126,10 @@ def test_waiting_for_a_gradient_is_not_the_workers_time() -> None:
 
 def test_updates_count_as_work_of_those_that_share_them() -> None:
     """A worker that is left out before the step takes no part in the time of updates there."""
-    alone, beside = ([record(Stage.CPU_UPDATE, row, STEP_US + 100.0 * row, 60.0, workers=workers) for row in range(4)] for workers in (1, 2))
+    alone, both = ([record(Stage.CPU_UPDATE, row, 1000 + 100.0 * row, 60.0, workers=workers) for row in range(4)] for workers in (1, 2))
     assert cpu_steps_us(measured(alone, [CPU] * 4))[1] == pytest.approx(240.0)
-    assert cpu_steps_us(measured(beside, [CPU] * 4))[1] == pytest.approx(120.0)
-    assert cpu_steps_us(measured([*alone[:2], *beside[2:]], [CPU] * 4))[1] == pytest.approx(180.0)
+    assert cpu_steps_us(measured(both, [CPU] * 4))[1] == pytest.approx(120.0)
+    assert cpu_steps_us(measured([*alone[:2], *both[2:]], [CPU] * 4))[1] == pytest.approx(180.0)
 
 
 @given(starts=st.lists(st.floats(0, 2900), min_size=1, max_size=12), lengths=st.lists(st.floats(0, 50), min_size=12, max_size=12))
