@@ -56,6 +56,9 @@ class StepNodes(Protocol):
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights to the device."""
 
+    def offload_and_step(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """The four above, in this order."""
+
     def release(self, rows: Sequence[int]) -> None:
         """Everything of this backward graph that reads these weights is in the stream.
 
@@ -185,10 +188,7 @@ def _reload(token: torch.Tensor, session: int, named: list[int]) -> None:
 
 def _offload_and_step(grads: list[torch.Tensor], session: int, named: list[int]) -> torch.Tensor:
     nodes, rows = NODES.find(session, named)
-    nodes.grad_offload(rows, grads)
-    nodes.cpu_step(rows)
-    nodes.gpu_step(rows)
-    nodes.reload(rows)
+    nodes.offload_and_step(rows, grads)
     return grads[0].new_empty(0)
 
 

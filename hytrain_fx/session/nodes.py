@@ -52,7 +52,7 @@ class SessionNodes:
         shards = self.averaged.shards if self.averaged and table.shards else None
         self.gradients = gradients_of(table, engine, states, shards, micro_batches)
         self.gradients.parts.ranks_average = self.averaged is not None
-        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm_all, self._end_updates, self.fetched)
+        self.of_ranks = (RankGradients(self.averaged, self.gathered, self.gradients, table, self._arm, self._end_updates, self.fetched)
                          if self.averaged else None)
         self.running = Running()
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
@@ -76,6 +76,9 @@ class SessionNodes:
 
         Their buffers die after this call.
         """
+        self._take(rows, grads)
+
+    def _take(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         self.marks.mark(Mark.GRADS, self.unit_of[rows[0]])
         self._offloaded.update(rows)
         self.runs["grad_offload"] += len(rows)
@@ -96,37 +99,40 @@ class SessionNodes:
     @whole()
     def cpu_step(self, rows: Sequence[int]) -> None:
         """Arm the CPU update of rows placed on the host."""
-        self._arm_cpu(rows)
+        self._arm(rows, gpu=False, reload=False)
         self.runs["cpu_step"] += len(rows)
 
     @whole()
     def gpu_step(self, rows: Sequence[int]) -> None:
         """Arm the update on the device of rows placed there."""
-        self._arm_gpu(rows)
+        self._arm(rows, cpu=False, reload=False)
         self.runs["gpu_step"] += len(rows)
 
     @whole()
     def reload(self, rows: Sequence[int]) -> None:
         """Arm the copy of the new weights of rows placed on the host."""
-        self._arm_reload(rows)
+        self._arm(rows, cpu=False, gpu=False)
         self.runs["reload"] += len(rows)
 
-    def _arm_cpu(self, rows: Sequence[int]) -> None:
-        if (group := self.gradients.groups[rows]).on_host and not self._holds(rows):
-            self._engine.arm_cpu(group.pieces)
+    @whole()
+    def offload_and_step(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """What a unit's four nodes do, with what they have in common done once."""
+        self._take(rows, grads)
+        self._arm(rows)
+        for kind in ("cpu_step", "gpu_step", "reload"):
+            self.runs[kind] += len(rows)
 
-    def _arm_gpu(self, rows: Sequence[int]) -> None:
-        if (group := self.gradients.groups[rows]).on_device and not self._holds(rows):
+    def _arm(self, rows: Sequence[int], *, cpu: bool = True, gpu: bool = True, reload: bool = True) -> None:
+        if self._holds(rows):
+            return
+        group = self.gradients.groups[rows]
+        if cpu and group.on_host:
+            self._engine.arm_cpu(group.pieces)
+        if gpu and group.on_device:
             with self.averaged.side.inside() if self.averaged else nullcontext():  # where the gradients were taken
                 self._engine.arm_gpu(group.pieces)
-
-    def _arm_reload(self, rows: Sequence[int]) -> None:
-        if (group := self.gradients.groups[rows]).on_host and not self._holds(rows):
+        if reload and group.on_host:
             self._engine.arm_reload(group.pieces)
-
-    def _arm_all(self, rows: Sequence[int]) -> None:
-        for arm in (self._arm_cpu, self._arm_gpu, self._arm_reload):
-            arm(rows)
 
     def _holds(self, rows: Sequence[int]) -> bool:
         return self.gradients.stay or (self.of_ranks is not None and self.of_ranks.holds(rows))

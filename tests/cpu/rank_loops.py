@@ -439,16 +439,16 @@ def broken_off(rank: int, size: int) -> list[str]:
     model: Any = net(rank)
     optimizer = compiled(model)
     nodes, errors = session_of(model).nodes, []
-    arm, calls = nodes.cpu_step, 0
+    offload_and_step, calls = nodes.offload_and_step, 0
 
-    def fails_once(rows: Sequence[int]) -> None:
+    def fails_once(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
         nonlocal calls
         calls += 1
         if rank == size - 1 and calls == 9:
             raise KeyboardInterrupt("by hand")
-        arm(rows)
+        offload_and_step(rows, grads)
 
-    nodes.cpu_step = fails_once  # type: ignore[method-assign]
+    nodes.offload_and_step = fails_once  # type: ignore[method-assign]
     for step in range(3):
         try:
             model(tokens_of(rank, step)).backward()

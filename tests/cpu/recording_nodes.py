@@ -57,6 +57,12 @@ class RecordingNodes:
     def reload(self, rows: Sequence[int]) -> None:
         self._note("reload", rows)
 
+    def offload_and_step(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        self.grad_offload(rows, grads)
+        self.cpu_step(rows)
+        self.gpu_step(rows)
+        self.reload(rows)
+
     def release(self, rows: Sequence[int]) -> None:
         self._note("release", rows)
         self.hide(rows)

@@ -102,8 +102,8 @@ class Watch:
         self.memory: list[weakref.ref[torch.Tensor]] = []
         self._rows: dict[int, tuple[int, ...]] = {}
         engine, nodes = twins.session.engine, twins.session.nodes
-        self._node, self._fetch, self._fetched, self._send = nodes.grad_offload, engine.fetch, engine.fetched, engine.grad_offload
-        patch.setattr(nodes, "grad_offload", self.node)
+        self._node, self._fetch, self._fetched, self._send = nodes.offload_and_step, engine.fetch, engine.fetched, engine.grad_offload
+        patch.setattr(nodes, "offload_and_step", self.node)
         patch.setattr(engine, "fetch", self.fetch)
         patch.setattr(engine, "fetched", self.fetched)
         patch.setattr(engine, "grad_offload", self.send)
@@ -238,12 +238,12 @@ def test_gradients_edited_while_they_are_on_their_way(twins: Twins, edits: dict[
     first = twins.session.nodes.graph_calls[max(twins.session.nodes.graph_calls)][0]
     later = {row: how for row, how in edits.items() if row not in first}
     reference, optimizer = started(twins)
-    arm = twins.session.nodes.cpu_step
+    offload_and_step = twins.session.nodes.offload_and_step
 
-    def edit_and_arm(rows: Sequence[int]) -> None:
+    def offload_and_edit(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        offload_and_step(rows, grads)
         if tuple(rows) == first:
             edit(twins.ours, later)
-        arm(rows)
 
     for _ in range(2):
         backward(twins.plain, twins.batches, 1)
@@ -251,7 +251,7 @@ def test_gradients_edited_while_they_are_on_their_way(twins: Twins, edits: dict[
         step(twins.plain, reference, twins.batches, 1)
         backward(twins.ours, twins.batches, 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(twins.session.nodes, "cpu_step", edit_and_arm)
+            patch.setattr(twins.session.nodes, "offload_and_step", offload_and_edit)
             backward(twins.ours, twins.batches, 1)
         optimizer.step()
         optimizer.zero_grad()
@@ -270,7 +270,7 @@ def test_a_backward_that_fails_between_nodes_leaves_nothing_behind(twins: Twins)
         def fail(rows: Sequence[int]) -> None:
             raise RuntimeError("no more today")
 
-        patch.setattr(twins.session.nodes, "cpu_step", fail)
+        patch.setattr(twins.session.engine, "arm_cpu", fail)
         with pytest.raises(RuntimeError, match="no more today"):
             backward(twins.ours, twins.batches, 1)
         assert len(watch.of("fetch")) == len(watch.of("fetched")) == 2 > len(watch.of("node"))
@@ -290,18 +290,18 @@ def test_units_without_gradients_beside_one_that_has(twins: Twins, monkeypatch: 
     """
     reference, optimizer = started(twins)
     nodes = twins.session.nodes
-    several, arm, armed = set(nodes.gradients.parts.several), nodes.cpu_step, count(1)
+    several, offload_and_step, calls = set(nodes.gradients.parts.several), nodes.offload_and_step, count(1)
     for model in (twins.plain, twins.ours):
         first = next(model.parameters())
         first.grad = torch.ones_like(first)
 
-    def fail(rows: Sequence[int]) -> None:
-        if next(armed) == 3:
+    def fail(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        offload_and_step(rows, grads)
+        if next(calls) == 3:
             raise RuntimeError("no more today")
-        arm(rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(nodes, "cpu_step", fail)
+        patch.setattr(nodes, "offload_and_step", fail)
         with pytest.raises(RuntimeError, match="no more today"):
             backward(twins.ours, twins.batches, 1)
     first, *others = twins.ours.parameters()

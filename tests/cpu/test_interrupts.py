@@ -198,11 +198,11 @@ def test_a_backward_broken_off_while_it_adds_says_so_until_zero_grad(twins: Twin
     After that the training goes on, bit for bit.
     """
     nodes, calls = twins.session.nodes, [0]
-    offload = nodes.grad_offload
+    offload_and_step = nodes.offload_and_step
 
     def interrupted(rows: Any, grads: Any) -> None:
         calls[0] += 1
-        offload(rows, grads)
+        offload_and_step(rows, grads)
         if calls[0] == at:
             raise KeyboardInterrupt
 
@@ -212,7 +212,7 @@ def test_a_backward_broken_off_while_it_adds_says_so_until_zero_grad(twins: Twin
         if model is twins.ours:
             loss = model(*batches[1])
             with monkeypatch.context() as patched:
-                patched.setattr(nodes, "grad_offload", interrupted)
+                patched.setattr(nodes, "offload_and_step", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     loss.backward()
             with pytest.raises(errors.GradientConsumedError, match="interrupted"):

@@ -31,6 +31,9 @@ class Calls:
     def reload(self, rows: Sequence[int]) -> None:
         self.seen.append(("reload", list(rows)))
 
+    def offload_and_step(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        self.seen.append(("offload_and_step", list(rows), [tuple(g.shape) for g in grads]))
+
     def release(self, rows: Sequence[int]) -> None:
         self.seen.append(("release", list(rows)))
 

@@ -61,24 +61,24 @@ def spoil_at_release(twins: Twins, patch: pytest.MonkeyPatch, release_early: boo
     weights that restart() has loaded reach the masters.
     """
     nodes, parameters = twins.session.nodes, twins.session.table.parameters
-    reload, release = nodes.reload, nodes.release
+    offload_and_step, release = nodes.offload_and_step, nodes.release
     stepped: set[int] = set()
 
     def spoil(rows: Sequence[int]) -> None:
         for row in stepped.intersection(rows):  # as the engine writes, past torch; 0.011 everywhere
             ctypes.memset(parameters[row].data_ptr(), 0x3C, parameters[row].nbytes)
 
-    def reload_after(rows: Sequence[int]) -> None:
+    def offload_and_spoil(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        offload_and_step(rows, grads)
         if release_early:
             spoil(rows)
-        reload(rows)
 
     def release_and_spoil(rows: Sequence[int]) -> None:
         release(rows)
         spoil(rows)
         stepped.update(rows)
 
-    patch.setattr(nodes, "reload", reload_after)
+    patch.setattr(nodes, "offload_and_step", offload_and_spoil)
     patch.setattr(nodes, "release", release_and_spoil)
 
 
@@ -146,6 +146,12 @@ def test_a_node_that_does_not_run_for_one_row_is_an_error(
         if kept:
             real([rows[at] for at in kept], *([values[at] for at in kept] for values in grads))
 
+    def one_by_one(rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        nodes.grad_offload(rows, grads)
+        for kind in (nodes.cpu_step, nodes.gpu_step, nodes.reload):
+            kind(rows)
+
+    monkeypatch.setattr(nodes, "offload_and_step", one_by_one)
     monkeypatch.setattr(nodes, node, without_row_0)
     with pytest.raises(expected, match=message):
         plain_loop(2)(model, optimizer, batches)
