@@ -1,6 +1,7 @@
 """Entry and exit of the compiled call: parameters are plain inside, guarded outside.
 
-Each layout of parameters has graphs of its own.
+Each layout of parameters has graphs of its own. So has each set of hooks on the model itself, which
+are part of its graphs, as those of its layers are: Dynamo looks for new ones nowhere.
 
 `put_gate` makes it what `model(...)` calls, and `find_session` finds the session through it again.
 """
@@ -8,7 +9,7 @@ Each layout of parameters has graphs of its own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -24,12 +25,12 @@ from hytrain_fx.session.late_streaming import LateStreaming
 from hytrain_fx.session.outside_calls import loop_level
 from hytrain_fx.session.session import Session
 from hytrain_fx.torch_private.compiling import CompiledCall, compiled_call_of, raised_in_backend
-from hytrain_fx.torch_private.modules import compiled_call, plain_call, set_compiled_call
+from hytrain_fx.torch_private.modules import compiled_call, hooks_of, plain_call, set_compiled_call
 from hytrain_fx.weights.places import Layout
 
 MOST_LAYOUTS = 8
-"""That are compiled at a time. One more takes the place of one that is out of use. Where all are in
-use it runs in plain Python, as Dynamo's does beyond its recompile limit."""
+"""And sets of hooks, that are compiled at a time. One more takes the place of one that is out of
+use. Where all are in use it runs in plain Python, as Dynamo's does beyond its recompile limit."""
 OUT_OF_USE_CALLS = 100
 """Calls with other layouts since the last one, after which a layout is out of use."""
 
@@ -52,7 +53,7 @@ class Entry:
     def __init__(self, compile_call: Callable[[], CompiledCall], plain_call: Callable[..., Any]) -> None:
         self.compile_call = compile_call
         self.plain_call = plain_call
-        self.compiled: dict[Layout, _OfLayout] = {}
+        self.compiled: dict[tuple[Layout, Hashable], _OfLayout] = {}
 
     def forget(self) -> None:
         """Let go of its graphs."""
@@ -74,6 +75,7 @@ class CallGate:
 
     def __init__(self, compile_call: Callable[[MethodType], CompiledCall], plain_call: MethodType, session: Session) -> None:
         self._compile_call = compile_call
+        self._model: Any = plain_call.__self__
         self._places = session.places
         self._entries: list[Entry] = []
         self._calls = 0
@@ -85,7 +87,7 @@ class CallGate:
     def entry(self, method: MethodType) -> Entry:
         """One more way in: `method`, compiled by itself."""
         entry = Entry(partial(self._compile_call, method), method)
-        entry.compiled[self._places.compiled] = _OfLayout(entry.compile_call())
+        entry.compiled[self._places.compiled, hooks_of(self._model)] = _OfLayout(entry.compile_call())
         self._entries.append(entry)
         return entry
 
@@ -116,7 +118,7 @@ class CallGate:
             if self.session.graphs.must_capture_anew():
                 self.forget()
             layout = self._places.layout()
-            call = self._call_of(entry, layout)
+            call = self._call_of(entry, layout, hooks_of(self._model))
             self.session.enter_forward()
             try:
                 try:
@@ -139,14 +141,15 @@ class CallGate:
         for entry in self._entries:
             entry.forget()
 
-    def _call_of(self, entry: Entry, layout: Layout) -> Callable[..., Any]:
+    def _call_of(self, entry: Entry, layout: Layout, hooks: Hashable) -> Callable[..., Any]:
         self._calls += 1
-        found = entry.compiled.get(layout)  # once a call: a layout's hash is of all its names
+        key = (layout, hooks)
+        found = entry.compiled.get(key)  # once a call: a layout's hash is of all its names
         if found is None:
             if len(entry.compiled) >= MOST_LAYOUTS and not self._drop_one(entry):
                 self._warn()
                 return entry.plain_call
-            found = entry.compiled[layout] = _OfLayout(entry.compile_call())
+            found = entry.compiled[key] = _OfLayout(entry.compile_call())
         found.last = self._calls
         return found.compiled.call
 
@@ -155,7 +158,7 @@ class CallGate:
 
         Those of an early stage of gradual unfreezing are.
         """
-        oldest = min(entry.compiled, key=lambda layout: entry.compiled[layout].last)
+        oldest = min(entry.compiled, key=lambda key: entry.compiled[key].last)
         if self._calls - entry.compiled[oldest].last <= OUT_OF_USE_CALLS:
             return False
         entry.compiled.pop(oldest).compiled.forget()
@@ -164,9 +167,10 @@ class CallGate:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"the model's parameters have changed places, or been frozen, in more than {MOST_LAYOUTS} ways within "
-                          f"{OUT_OF_USE_CALLS} calls, each of which is compiled: further ones run in plain Python. Exchange values of "
-                          "parameters instead of the parameters", HytrainWarning, stacklevel=loop_level())
+            warnings.warn(f"the model's parameters have changed places, or been frozen, or hooks been put on the model, in more than "
+                          f"{MOST_LAYOUTS} ways within {OUT_OF_USE_CALLS} calls, each of which is compiled: further ones run in plain "
+                          "Python. Exchange values of parameters instead of the parameters, and leave hooks where they are",
+                          HytrainWarning, stacklevel=loop_level())
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (type(None), ())

@@ -82,11 +82,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         open_share.require_none(self.session, "optimizer.step()")
-        self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
         if self._stages:
             self._stages.add_up_ties()
         with left_by_scaler(self, self.session.table.device) as found_inf:
             self.session.step(found_inf)
+        self._original._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before compile() looks at
         if self._stages:
             self._stages.dropped(self.session)
         return loss

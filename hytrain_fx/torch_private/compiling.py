@@ -8,17 +8,28 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import tqdm
 from torch import fx, nn
 
 from hytrain_fx.torch_private.names import private_name
+
+# By path: where threads stand that have nothing to do.
+_WAITING = tuple(
+    str(Path(module.__file__ or "").parent / name)
+    for module, names in ((threading, ("threading.py", "concurrent", "multiprocessing", "queue.py", "selectors.py")),
+                          (torch, ("_inductor",)), (tqdm, ("_monitor.py",)))
+    for name in names
+)
 
 
 def is_tracing() -> bool:
@@ -45,10 +56,11 @@ class CompiledCall:
         counts the forms of each call by themselves nothing is to be dropped. Else all of them
         count, and other models of the class compile theirs again at their next call.
 
-        Nothing is dropped while another thread runs Python: it may be in that code, or come to it
-        at any moment, and Dynamo would read memory that is gone (seen to end the process).
+        Nothing is dropped while another thread runs Python, but for those that wait for work of
+        libraries: it may be in that code, or come to it at any moment, and Dynamo would read memory
+        that is gone (seen to end the process).
         """
-        if isolates_calls() or is_tracing() or len(sys._current_frames()) > 1:
+        if isolates_calls() or is_tracing() or another_thread_runs():
             return
         forms = private_name("torch._dynamo.eval_frame", "_debug_get_cache_entry_list")
         most = private_name("torch._dynamo", "config").recompile_limit // 2
@@ -60,6 +72,22 @@ class CompiledCall:
 def isolates_calls() -> bool:
     """Whether torch.compile can count the compiled forms of each of its calls by themselves."""
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def another_thread_runs() -> bool:
+    """Whether a thread besides this one may be about to run a model.
+
+    Not one in the code of these alone: threads that wait for a future or a timer, tqdm's monitor,
+    and Inductor's, which are there from the first compilation on.
+    """
+    own = threading.get_ident()
+    return any(of != own and not _waits(frame) for of, frame in sys._current_frames().items())
+
+
+def _waits(frame: types.FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith(_WAITING):
+        frame = frame.f_back
+    return frame is None
 
 
 def compiled_call_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import is_
 from types import CodeType, MethodType
 from typing import Any, Final
@@ -38,6 +39,10 @@ class Slots:
         return all(map(is_, map(dict.get, self._entries, self._names), self._values))
 
 
+_HOOKS: Final = ("forward_pre", "forward", "backward_pre", "backward")
+_HOOK_OPTIONS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
 def _code_of(method: str, of: type[nn.Module] = nn.Module) -> CodeType:
     found = getattr(of, method, None)
     if found is None:
@@ -57,6 +62,43 @@ FAST_FORWARDS: Final = frozenset(
 
 They do not where a weight has a `__torch_function__`, for which they ask first.
 """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hook:
+    """A hook. Equal to others of the same object, or of a method of the same object."""
+
+    hook: Any
+    options: tuple[Any, ...]
+
+    def _key(self) -> tuple[Any, ...]:
+        method = isinstance(self.hook, MethodType)
+        return (id(self.hook.__self__), self.hook.__func__, self.options) if method else (id(self.hook), self.options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hook) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def hooks_of(module: nn.Module) -> tuple[_Hook, ...]:
+    """The hooks that a call of this module runs, those of all modules among them.
+
+    Two calls of it are alike where these are equal. Each is held, so that none is taken for
+    another.
+    """
+    found = [getattr(module, f"_{kind}_hooks") for kind in _HOOKS]
+    of_all = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in _HOOKS]
+    if not any(found) and not any(of_all):  # that of nearly every call
+        return ()
+    options = [getattr(module, name) for name in _HOOK_OPTIONS]
+    return tuple(
+        _Hook(hook, (kind, scope, *(number in of for of in options)))
+        for scope, tables in enumerate((found, of_all))
+        for kind, hooks in zip(_HOOKS, tables, strict=True)
+        for number, hook in hooks.items()
+    )
 
 
 def plain_call(model: nn.Module) -> MethodType:

@@ -11,9 +11,16 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session import call_gate
+from hytrain_fx.session.call_gate import find_session
 
 from .loops import HYPER, Twins, plain_loop
 from .models import Batches, mlp
+
+
+def notice_frozen(model: Any) -> None:
+    """Have the plain loop compile again: with torch 2.11 it goes on without what was unfrozen."""
+    if find_session(model) is None and torch.__version__ < "2.13":
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"k": 2}, {"k": 1, "stream": 1.0}, {"k": 0, "engine": "torch"}], ids=str)
@@ -29,6 +36,7 @@ def test_what_is_frozen_after_compile_is_unfrozen_later(options: dict[str, Any])
         for step in range(7):
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("last") or 2 <= step < 5)
+            notice_frozen(model)
             loss = model(*batches[step % 3])
             loss.backward()
             optimizer.step()
@@ -107,6 +115,7 @@ def test_layers_may_be_unfrozen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
         for stage in range(len(model.layers)):
             for at, layer in enumerate(model.layers):
                 layer.requires_grad_(at >= len(model.layers) - 1 - stage)
+            notice_frozen(model)
             losses += plain_loop(2)(model, optimizer, batches)
         return losses
 
@@ -124,6 +133,7 @@ def test_a_frozen_weight_is_read_before_anything_else_has_read_it() -> None:
         losses = plain_loop(2)(model, optimizer, batches)
         losses.append(float(model.last.weight.detach().sum()))
         model.last.requires_grad_(True)
+        notice_frozen(model)
         for _ in range(2):
             loss = model(*batches[0]) + model.last.weight.square().sum()
             loss.backward()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -30,7 +33,7 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.passes.base import PassContext
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.torch_private import compiling
-from hytrain_fx.torch_private.compiling import isolates_calls
+from hytrain_fx.torch_private.compiling import another_thread_runs, isolates_calls
 from hytrain_fx.torch_private.modules import compiled_call
 
 from .interpreted import graphs_interpreted
@@ -419,7 +422,7 @@ def _one_step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-needs_room = pytest.mark.skipif(not isolates_calls() and len(sys._current_frames()) > 1,
+needs_room = pytest.mark.skipif(not isolates_calls() and another_thread_runs(),
                                 reason="torch before 2.13 makes room where no other thread runs Python")
 
 
@@ -456,11 +459,43 @@ def test_blocks_are_compiled_however_often_hooks_come() -> None:
         hytrain_fx.close(other)
 
 
+def test_threads_that_wait_run_no_model() -> None:
+    """One of a pool without work, one that waits for an event; but one in its own code may."""
+    before, event = another_thread_runs(), threading.Event()  # of what runs the tests
+    frames = sys._current_frames
+
+    def frame_of(thread: threading.Thread) -> FrameType:
+        while (found := frames().get(thread.ident or 0)) is None or not compiling._waits(found):
+            time.sleep(0.01)
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        (idle,) = pool._threads
+        waiting = threading.Thread(target=event.wait)
+        waiting.start()
+        assert frame_of(idle)
+        assert frame_of(waiting)
+        assert another_thread_runs() == before
+        begun = threading.Event()
+
+        def works() -> None:
+            begun.set()
+            event.wait()
+
+        worker = pool.submit(works)
+        begun.wait()
+        assert another_thread_runs()
+        event.set()
+        waiting.join()
+        worker.result()
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_room_is_made_only_where_no_other_thread_runs(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all calls' forms count together: a thread that is in the code would lose its memory."""
     monkeypatch.setattr(compiling, "isolates_calls", lambda: False)
-    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None, 2: None})  # close() makes no room meanwhile
+    monkeypatch.setattr(compiling, "another_thread_runs", lambda: True)  # close() makes no room meanwhile
     torch._dynamo.reset()
     with graphs_interpreted():
         for _ in range(torch._dynamo.config.recompile_limit // 2):
@@ -471,7 +506,7 @@ def test_room_is_made_only_where_no_other_thread_runs(alone: bool, monkeypatch: 
     call, forms = of_layout.compiled, torch._dynamo.eval_frame._debug_get_cache_entry_list
     before = [len(forms(code())) for code in call.codes.values()]
     if alone:
-        monkeypatch.setattr(sys, "_current_frames", lambda: {1: None})
+        monkeypatch.setattr(compiling, "another_thread_runs", lambda: False)
     call.forget()
     after = [len(forms(code())) for code in call.codes.values()]
     most = torch._dynamo.config.recompile_limit // 2

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 import hytrain_fx
+from hytrain_fx.api import session_of
 from hytrain_fx.errors import UnsupportedError
 from hytrain_fx.session.eager_access import EagerAccess
 from hytrain_fx.torch_private import compiling
@@ -213,6 +217,59 @@ def test_forward_and_backward_hooks_of_modules() -> None:
         return model, batches
 
     compare(make, loop)
+
+
+def halved(value: Any) -> Any:
+    return value * 0.5
+
+
+ON_THE_MODEL: dict[str, Callable[[Any], RemovableHandle]] = {
+    "forward": lambda model: model.register_forward_hook(lambda module, args, output: halved(output)),
+    "forward, with kwargs": lambda model: model.register_forward_hook(
+        lambda module, args, kwargs, output: halved(output), with_kwargs=True),
+    "forward pre": lambda model: model.register_forward_pre_hook(lambda module, args: (args[0].flip(-1),)),
+    "backward": lambda model: model.register_full_backward_hook(lambda module, grads, of_output: None),
+    "backward pre": lambda model: model.register_full_backward_pre_hook(lambda module, grads: (halved(grads[0]),)),
+    "of all modules": lambda model: register_module_forward_hook(
+        lambda module, args, output: halved(output) if module is model else output),
+}
+
+
+@pytest.mark.parametrize("on", ON_THE_MODEL)
+def test_hooks_come_to_the_model_itself_and_leave_it(on: str) -> None:
+    """In the middle of training, as in the plain loop."""
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses += plain_loop(2)(model, optimizer, batches)
+            with ON_THE_MODEL[on](model):
+                losses += plain_loop(3)(model, optimizer, batches)
+        return losses + plain_loop(2)(model, optimizer, batches)
+
+    compare(mlp, loop)
+
+
+def test_a_hook_is_compiled_once_however_often_it_comes() -> None:
+    """A function, or a method, that is put on the model anew is the one it was."""
+    torch._dynamo.reset()
+    model: Any
+    model, batches = mlp()
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+    graphs = []
+
+    class Halves:
+        def output(self, module: nn.Module, args: Any, output: Any) -> Any:
+            return halved(output)
+
+    of = Halves()
+    for _ in range(4):
+        plain_loop(2)(model, optimizer, batches)
+        with model.register_forward_hook(of.output):
+            plain_loop(2)(model, optimizer, batches)
+        graphs.append(len(session_of(model).capture.graphs))
+    hytrain_fx.close(model)
+    assert len(set(graphs)) == 1
 
 
 def test_what_is_done_before_eager_code_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
