@@ -19,6 +19,7 @@ import torch
 
 from hytrain_fx import errors
 from hytrain_fx.runtime.engine import Stage
+from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.session.turns import CHECK_LOCKS
 from hytrain_fx.weights.guard import is_guarded
 
@@ -45,8 +46,8 @@ def twins(request: pytest.FixtureRequest) -> Iterator[Twins]:
 
 
 @contextmanager
-def signal_at(line: int) -> Iterator[list[int]]:
-    """Send SIGINT at the n-th line of the library that this thread runs; gives the lines run."""
+def signal_at(line: int, number: int = signal.SIGINT) -> Iterator[list[int]]:
+    """Send a signal at the n-th line of the library that this thread runs; gives the lines run."""
     ran = [0]
 
     def local(frame: FrameType, event: str, arg: object) -> Any:
@@ -54,7 +55,7 @@ def signal_at(line: int) -> Iterator[list[int]]:
             ran[0] += 1
             if ran[0] == line:
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return local
 
     def tracer(frame: FrameType, event: str, arg: object) -> Any:
@@ -109,6 +110,25 @@ def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str
 
     A forward that was broken off may count as one that has not happened.
     """
+    require_whole(twins, call, zeroed, signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD], ids=str)
+def test_any_signal_whose_handler_raises_leaves_steps_whole(twins: Twins, number: int) -> None:
+    """As a scheduler's end, a time limit, or a loader's process that died."""
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, ended)
+    try:
+        require_whole(twins, "step", True, number)
+        assert signal.getsignal(number) is ended
+    finally:
+        signal.signal(number, before)
+
+
+def require_whole(twins: Twins, call: str, zeroed: bool, number: int) -> None:
 
     def left_out(when: str) -> Callable[[str, Callable[[], Any]], bool]:
         def without(name: str, make: Callable[[], Any]) -> bool:
@@ -134,7 +154,7 @@ def test_an_interrupted_call_happens_whole_or_not_at_all(twins: Twins, call: str
                 make()
                 return False
             try:
-                with signal_at(line):
+                with signal_at(line, number):
                     make()
             except KeyboardInterrupt:
                 interrupted[0] = True
@@ -251,3 +271,35 @@ def test_a_handler_of_the_users_is_called_once_and_stays(twins: Twins, monkeypat
         optimizer.zero_grad()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_signals_that_come_together_are_all_handled() -> None:
+    """After what was whole, though each handler raises; then all handlers are back."""
+    numbers, called = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM), list[int]()
+
+    def raising(number: int, frame: FrameType | None) -> None:
+        called.append(number)
+        raise TimeoutError(signal.strsignal(number))
+
+    def several() -> None:
+        for _ in range(2):
+            for number in numbers:
+                signal.raise_signal(number)
+        assert not called
+
+    before = [signal.signal(number, raising) for number in numbers]
+    try:
+        for wholly in (whole()(several), lambda: whole_block(several)):
+            called.clear()
+            with pytest.raises(TimeoutError):
+                wholly()
+            assert sorted(called) == sorted(numbers)
+            assert all(signal.getsignal(number) is raising for number in numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def whole_block(run: Callable[[], None]) -> None:
+    with whole():
+        run()
