@@ -71,7 +71,7 @@ class MemoryPressure:
         self._states = StatesGiveWay(planning, resources)
         self._slots = SlotsGiveWay(nodes.fetched, ranks)
         self._short_in: str | None = None  # what has met the error, and nothing has given way since
-        self._errors_seen = _errors_of_allocator(self._device)
+        self._errors_seen = self._errors()
         self._patience_steps = PATIENCE_STEPS
         self._backward_ended = True  # since the last forward of the training
         self._steps_at_call = -1  # done when it began
@@ -80,7 +80,7 @@ class MemoryPressure:
         """Before a forward of the loop; what `repeats` wants, None where it would not repeat it."""
         if not torch.is_grad_enabled():
             return None
-        if self._short_in is None and self._was_broken_off() and _errors_of_allocator(self._device) > self._errors_seen:
+        if self._short_in is None and self._was_broken_off() and self._errors() > self._errors_seen:
             self._short_in = "code outside the model"
         steps_done, since = self._planning.last.steps_done, self._states.since_step
         self._backward_ended, self._steps_at_call = False, steps_done
@@ -91,6 +91,10 @@ class MemoryPressure:
             self._patience_steps *= 2
         may_give = self._states.may or self._slots.may or self._may_stream
         return RandomNumbers.now(self._device) if may_give and not self._ranks and not self._breaks else None
+
+    def _errors(self) -> int:
+        """How often memory has run out in this process where something was lost by it."""
+        return _errors_of_allocator(self._device) - self._nodes.fetched.failures
 
     def _was_broken_off(self) -> bool:
         """Whether the last forward has had no backward, or no step, as a micro-batch has."""
@@ -156,7 +160,7 @@ class MemoryPressure:
     def _give_way(self) -> bool:
         """Whether anything does, now or as a plan that the next forward puts in force."""
         where, self._short_in = self._short_in, None
-        self._errors_seen = _errors_of_allocator(self._device)
+        self._errors_seen = self._errors()
         why = f"memory ran out in {where} after {self._planning.last.steps_done} steps"
         gives = self._states.give(why)
         gives |= self._slots.give(why)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hytrain_fx.runtime import memory
+
 _ALIGN_BYTES = 512
 
 
@@ -80,12 +82,16 @@ class SlotPool:
     """The slots of one session.
 
     of_a_size   so many are made of each size before one that was filled ahead of need is taken
-                from its unit. Where there is no room for so many, it becomes what there are
+                from its unit
+    lacking     by size of which there is no room for so many: how many there are
+    failures    how often there was none though there seemed to be: torch counts an error each time
     """
 
     def __init__(self, device: torch.device, of_a_size: int) -> None:
         self.slots: list[Slot] = []
         self.of_a_size = of_a_size
+        self.lacking: dict[int, int] = {}
+        self.failures = 0
         self._device = device
         self._idle: list[Slot] = []  # given longest ago first
 
@@ -98,12 +104,10 @@ class SlotPool:
         """Make those that are missing for these units, if they take no more than `room_bytes`.
 
         units   bytes of each unit in its slot
-
-        Raises torch.OutOfMemoryError.
         """
         missing = _at_once(units, self.of_a_size) - Counter(slot.nbytes for slot in self.slots)
         if sum(missing.elements()) <= room_bytes:
-            self._idle.extend(map(self._make, missing.elements()))
+            self._idle.extend(filter(None, map(self._made_if_room, missing.elements())))
 
     def take(self, nbytes: int) -> Slot:
         """A slot of at least that size, for what is needed now.
@@ -149,10 +153,11 @@ class SlotPool:
         """Let go of all memory; storages that still have a part of it keep it alive."""
         self.slots.clear()
         self._idle.clear()
+        self.lacking.clear()
 
     def _take_idle(self, wanted: int) -> Slot | None:
         exact = next((slot for slot in self._idle if slot.nbytes == wanted), None)
-        full = self._count(wanted) >= self.of_a_size
+        full = self._has_all(wanted)
         found = exact or (min((s for s in self._idle if s.nbytes > wanted), key=lambda s: s.nbytes, default=None) if full else None)
         if found is not None:
             self._idle.remove(found)
@@ -160,12 +165,24 @@ class SlotPool:
 
     def _made_within_limit(self, wanted: int) -> Slot | None:
         """A backward cannot be repeated with fewer, so it goes on with those that there are."""
-        if self._count(wanted) >= self.of_a_size:
+        if self._has_all(wanted):
+            return None
+        made = self._made_if_room(wanted)
+        if made is None:
+            self.lacking[wanted] = self._count(wanted)
+        return made
+
+    def _has_all(self, wanted: int) -> bool:
+        return self._count(wanted) >= self.lacking.get(wanted, self.of_a_size)
+
+    def _made_if_room(self, wanted: int) -> Slot | None:
+        """Not tried without room: torch would count an error, and something else would give way."""
+        if memory.room_bytes(self._device, 0) < wanted:
             return None
         try:
             return self._make(wanted)
-        except torch.OutOfMemoryError:
-            self.of_a_size = max(self._count(wanted), 1)
+        except torch.OutOfMemoryError:  # the room is in pieces
+            self.failures += 1
             return None
 
     def _take_filled_ahead(self, wanted: int) -> Slot | None:

@@ -17,7 +17,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -35,7 +35,7 @@ from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.pieces import flat_alias
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.torch_private.tensors import without_torch_function
-from hytrain_fx.weights.device_slots import CopyLane, Slot, SlotPool, bytes_of_slots, places_in_slot, wait_for
+from hytrain_fx.weights.device_slots import CopyLane, Slot, SlotPool, bytes_of_slots, places_in_slot, slot_bytes, wait_for
 from hytrain_fx.weights.fetch_order import FetchOrder
 from hytrain_fx.weights.fetched_unit import FetchedUnit, GraphRun
 
@@ -114,6 +114,11 @@ class FetchedUnits:
         """Device memory of the slots now."""
         return self._pool.nbytes
 
+    @property
+    def failures(self) -> int:
+        """How many errors torch's allocator has counted for slots that are done without."""
+        return self._pool.failures
+
     def slot_bytes_for(self, rows: Iterable[int]) -> int:
         """Bytes of the slots for these rows, once as many units as planned are there."""
         sizes: dict[int, list[int]] = {}
@@ -130,6 +135,7 @@ class FetchedUnits:
             if units < self.ahead:
                 self.drop_slots()
             self.ahead, self._pool.of_a_size = units, units + 1
+            self._pool.lacking.clear()
 
     def make_slots(self) -> None:
         """Make all that the units of the last step may fill at once, as far as the device has room.
@@ -137,10 +143,9 @@ class FetchedUnits:
         Left to be made when they are needed, fewer are there where updates hold fetches back, and
         the device has less in use than was estimated.
         """
-        with self.lock, suppress(torch.OutOfMemoryError):
+        with self.lock:
             read = (self._units[number] for number in self._order.units if number in self._units)
             nbytes = [unit.nbytes for unit in read if not all(self._of[row].has_memory for row in unit.rows)]
-            # not tried without room: torch would count an error, and something else would give way
             self._pool.make(nbytes, memory.room_bytes(self._table.device, 0))
 
     # ---- while graphs run ----
@@ -265,12 +270,19 @@ class FetchedUnits:
                 return
             slot = unit.slot or self._pool.take_ahead(unit.nbytes)
             if slot is None:
-                self.ahead = self._pool.of_a_size - 1  # fewer where there is no room for as many as planned
+                self._look_less_ahead(unit)
                 return
             self._pool.use(slot)
             self._settle_in(unit, slot)
             slot.ahead = True
             self._copy(unit, away, ())
+
+    def _look_less_ahead(self, unit: FetchedUnit) -> None:
+        """Where there is no room for as many as planned of a size that several units have."""
+        size = slot_bytes(unit.nbytes)
+        there = self._pool.lacking.get(size)
+        if there is not None and sum(slot_bytes(of.nbytes) == size for of in self._units.values()) > 1:
+            self.ahead = max(there - 1, 0)
 
     def _missing(self, unit: FetchedUnit) -> tuple[list[int], list[int]]:
         """Rows of a unit without memory of their own, and those whose memory is out of date."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import EngineError
+from hytrain_fx.runtime import memory
 from hytrain_fx.runtime.native.storage_memory import put_memory, take_memory
 from hytrain_fx.runtime.states.streamed_homes import may_stream
 from hytrain_fx.weights.device_slots import Slot, SlotPool, bytes_of_slots, places_in_slot, slot_bytes
@@ -88,12 +89,39 @@ def test_without_room_there_are_as_many_slots_as_could_be_made(monkeypatch: pyte
     pool.give(large)
     monkeypatch.setattr(SlotPool, "_make", no_room)
     assert pool.take(1024) is large
-    assert pool.of_a_size == 2
+    assert (pool.of_a_size, pool.lacking) == (3, {1024: 2})
     assert pool.take_ahead(1024) is None
     assert pool.take(1024) is ahead
     with pytest.raises(torch.OutOfMemoryError):
         pool.take(1024)
     assert pool.slots == [large, first, ahead]
+
+
+def test_a_size_without_any_slot_takes_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That there is no room for one size says nothing of others."""
+    pool = SlotPool(CPU, 4)
+    larger = [pool.take(4096) for _ in range(3)]
+    for slot in larger:
+        pool.give(slot)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotPool, "_make", no_room)
+        assert pool.take(1024) is larger[0]
+    assert pool.lacking == {1024: 0}
+    assert pool.failures == 1
+    assert [pool.take_ahead(4096) for _ in range(2)] == larger[1:]
+    assert pool.take_ahead(4096) not in (*larger, None)
+
+
+def test_no_slot_is_tried_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts each error of its allocator, and something else would give way for it later."""
+    pool = SlotPool(CPU, 2)
+    first = pool.take(1024)
+    monkeypatch.setattr(memory, "room_bytes", lambda device, own_bytes: 1023)
+    monkeypatch.setattr(SlotPool, "_make", no_room)
+    assert pool.take_ahead(1024) is None
+    pool.give(first)
+    assert pool.take(1024) is first
+    assert pool.failures == 0
 
 
 def no_room(pool: SlotPool, wanted: int) -> Slot:

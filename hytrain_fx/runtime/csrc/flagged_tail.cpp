@@ -137,7 +137,8 @@ void FlaggedTail::flag(const Key& key, int place) {
   chunk.place = place;
   ++chunk.raised;
   if (is_queued) state_.ready.insert(row.key(key.chunk));
-  if (row.flagged++ == 0) ++state_.flagged_rows;
+  if (row.flagged++ > 0 || state_.flagged_rows++ > 0) return;
+  if (state_.goes_ahead) state_.work_cv.notify_all();  // also those that are left out while updates go ahead (workers.h)
 }
 
 std::vector<Upload> FlaggedTail::take(int64_t busy_bytes, int slots, LaneProgress& lane) {
