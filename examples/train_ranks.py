@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed.nn.functional  # before there is a group: imported later, as by any torch.compile, it keeps the group for good
 import torch.nn.functional as F
 from torch import distributed
 

@@ -72,10 +72,7 @@ class SessionNodes:
 
     @whole()  # an engine in Python holds locks and takes memory in several lines
     def grad_offload(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of `rows`, in the parameters' shapes.
-
-        Their buffers die after this call.
-        """
+        """Take the gradients of `rows`, in the parameters' shapes. Their buffers die after it."""
         self._take(rows, grads)
 
     def _take(self, rows: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
@@ -123,7 +120,7 @@ class SessionNodes:
             self.runs[kind] += len(rows)
 
     def _arm(self, rows: Sequence[int], *, cpu: bool = True, gpu: bool = True, reload: bool = True) -> None:
-        if self._holds(rows):
+        if self.gradients.stay or (self.of_ranks is not None and self.of_ranks.holds(rows)):
             return
         group = self.gradients.groups[rows]
         if cpu and group.on_host:
@@ -133,9 +130,6 @@ class SessionNodes:
                 self._engine.arm_gpu(group.pieces)
         if reload and group.on_host:
             self._engine.arm_reload(group.pieces)
-
-    def _holds(self, rows: Sequence[int]) -> bool:
-        return self.gradients.stay or (self.of_ranks is not None and self.of_ranks.holds(rows))
 
     @whole()
     def release(self, rows: Sequence[int]) -> None:
