@@ -56,9 +56,9 @@ class CompiledCall:
         counts the forms of each call by themselves nothing is to be dropped. Else all of them
         count, and other models of the class compile theirs again at their next call.
 
-        Nothing is dropped while another thread runs Python, but for those that wait for work of
-        libraries: it may be in that code, or come to it at any moment, and Dynamo would read memory
-        that is gone (seen to end the process).
+        Nothing is dropped while another thread runs Python: it may be in that code, or come to it
+        at any moment, and Dynamo would read memory that is gone (seen to end the process). Threads
+        that wait in torch's or Python's own code do not count.
         """
         if isolates_calls() or is_tracing() or another_thread_runs():
             return

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hytrain_fx.errors import UnsupportedError
+from hytrain_fx.torch_private.names import private_name
 
 
 class Slots:
@@ -40,6 +41,7 @@ class Slots:
 
 
 _HOOKS: Final = ("forward_pre", "forward", "backward_pre", "backward")
+_HOOKS_OF_ALL: Final = [private_name("torch.nn.modules.module", f"_global_{kind}_hooks") for kind in _HOOKS]
 _HOOK_OPTIONS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -89,13 +91,12 @@ def hooks_of(module: nn.Module) -> tuple[_Hook, ...]:
     another.
     """
     found = [getattr(module, f"_{kind}_hooks") for kind in _HOOKS]
-    of_all = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in _HOOKS]
-    if not any(found) and not any(of_all):  # that of nearly every call
+    if not any(found) and not any(_HOOKS_OF_ALL):  # that of nearly every call
         return ()
     options = [getattr(module, name) for name in _HOOK_OPTIONS]
     return tuple(
         _Hook(hook, (kind, scope, *(number in of for of in options)))
-        for scope, tables in enumerate((found, of_all))
+        for scope, tables in enumerate((found, _HOOKS_OF_ALL))
         for kind, hooks in zip(_HOOKS, tables, strict=True)
         for number, hook in hooks.items()
     )
