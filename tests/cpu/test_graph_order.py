@@ -49,7 +49,7 @@ def train(marked: str = "fetch", **options: Any) -> tuple[list[int], int]:
     """
     torch._dynamo.reset()
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))).to(torch.bfloat16)
-    with recorded(marked, "grad_offload") as ran:
+    with recorded(marked, "offload_and_step") as ran:
         model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, **options)
         for _ in range(2):
             ran.clear()
@@ -85,7 +85,7 @@ def test_a_layers_gradients_leave_before_the_next_weights_come() -> None:
     torch._dynamo.reset()
     on_cpu = torch.device("cpu")
     model = llama.build("tiny", 16, on_cpu, checkpointing=True)
-    with recorded("fetch", "grad_offload") as ran:
+    with recorded("fetch", "offload_and_step") as ran:
         model, _ = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0, weights="streamed")
         loss = model(**next(llama.batches("tiny", 1, 16, on_cpu))).loss
         ran.clear()
@@ -97,7 +97,7 @@ def test_a_layers_gradients_leave_before_the_next_weights_come() -> None:
 def require_layers_in_turn(ran: Sequence[tuple[str, tuple[int, ...]]], names: Sequence[str], layers: int) -> None:
     """Weights of the last of a Llama's layers come, its gradients leave, then the layer before."""
     found = [(kind, int(layer[1])) for kind, rows in ran if (layer := re.search(r"layers\.(\d+)\.", names[rows[0]]))]
-    assert found == [(kind, layer) for layer in reversed(range(layers)) for kind in ("fetch", "grad_offload")]
+    assert found == [(kind, layer) for layer in reversed(range(layers)) for kind in ("fetch", "offload_and_step")]
 
 
 def test_the_users_option_goes_before_ours() -> None:

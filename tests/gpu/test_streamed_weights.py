@@ -75,7 +75,7 @@ def run_llama(weights: Weights) -> list[torch.Tensor]:
     on_gpu = torch.device("cuda")
     model: Any = llama.build("125m", 128, on_gpu, checkpointing=True)
     data = llama.batches("125m", 1, 128, on_gpu)
-    with recorded("fetch", "grad_offload") as ran:
+    with recorded("fetch", "offload_and_step") as ran:
         model, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **ADAMW), weights=weights, k=0, stream=0.0)
         for _ in range(STEPS):
             loss = model(**next(data)).loss
