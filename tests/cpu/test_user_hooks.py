@@ -251,7 +251,7 @@ def test_hooks_come_to_the_model_itself_and_leave_it(on: str) -> None:
 
 
 def test_a_hook_is_compiled_once_however_often_it_comes() -> None:
-    """A function, or a method, that is put on the model anew is the one it was."""
+    """Registering the same function or method again compiles nothing new."""
     torch._dynamo.reset()
     model: Any
     model, batches = mlp()
