@@ -100,13 +100,13 @@ class SlotPool:
         """Bytes of all slots."""
         return sum(slot.nbytes for slot in self.slots)
 
-    def make(self, units: Iterable[int], room_bytes: float) -> None:
-        """Make those that are missing for these units, if they take no more than `room_bytes`.
+    def make(self, units: Iterable[int]) -> None:
+        """Make those that are missing for these units, if the device has room for all of them.
 
         units   bytes of each unit in its slot
         """
         missing = _at_once(units, self.of_a_size) - Counter(slot.nbytes for slot in self.slots)
-        if sum(missing.elements()) <= room_bytes:
+        if sum(missing.elements()) <= memory.room_bytes(self._device, 0):
             self._idle.extend(filter(None, map(self._made_if_room, missing.elements())))
 
     def take(self, nbytes: int) -> Slot:

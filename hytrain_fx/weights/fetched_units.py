@@ -27,7 +27,6 @@ from hytrain_fx.capture.units import Unit, unit_of_rows
 from hytrain_fx.errors import DroppedNodeError, EngineError
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.ir.task_graph import TaskKind
-from hytrain_fx.runtime import memory
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.interrupts import whole
 from hytrain_fx.runtime.lane_times import LaneTimes
@@ -146,7 +145,7 @@ class FetchedUnits:
         with self.lock:
             read = (self._units[number] for number in self._order.units if number in self._units)
             nbytes = [unit.nbytes for unit in read if not all(self._of[row].has_memory for row in unit.rows)]
-            self._pool.make(nbytes, memory.room_bytes(self._table.device, 0))
+            self._pool.make(nbytes)
 
     # ---- while graphs run ----
 
