@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from benchmarks import beside, contention, figures, largest, ranks, rows, steps, sweep, table, zoo
 from benchmarks import bytes as host_bytes
-from benchmarks import contention, figures, largest, ranks, rows, steps, sweep, table, zoo
 from benchmarks.case import PEER_MODES, CannotRun
 
 COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
@@ -25,6 +25,7 @@ COMMANDS: tuple[tuple[str, ModuleType, str], ...] = (
     ("largest", largest, "the largest model that trains, by trial"),
     ("bytes", host_bytes, "bytes of host memory of a step, bound and achieved"),
     ("contention", contention, "what host memory and the link give together"),
+    ("beside", beside, "how much longer launching takes beside work on other cores"),
 )
 
 

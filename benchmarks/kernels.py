@@ -92,26 +92,34 @@ def states(parameters: int, device: str, moments: str = "fp32", values: Values =
     return RowStates(table, master, tuple(state.to(getattr(torch, of.dtype)) for state, of in zip(of_table, table.states, strict=True)))
 
 
+def update_of(parameters: int, calls: int = 1, moments: str = "fp32", values: Values = USUAL) -> Callable[[], None]:
+    """What updates this many parameters of its own `calls` times, on the thread that calls it.
+
+    With the C++ kernel.
+    """
+    function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
+    struct = AdamScalars.of({**GROUP, "moments": moments}, 10, decoupled=True, torch_cuda=False).c_struct
+    grads, of = torch.full((parameters,), values.grad, dtype=torch.bfloat16), states(parameters, "cpu", moments, values)
+
+    def update() -> None:
+        grad, master = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (grads, of.master))
+        kept = ctypes.byref(c_states(of))
+        out = grad if values is USUAL else None  # the new weight takes the gradient's place, which is no small value
+        for _ in range(calls):
+            function(grad, 1, master, kept, out, 1, ctypes.c_int64(parameters), ctypes.byref(struct))
+
+    return update
+
+
 def cpu_kernel(parameters: int, threads: int, repeats: int, calls: int = 1, moments: str = "fp32", values: Values = USUAL) -> Rate:
     """The C++ kernel, with each thread on a range of its own: ctypes releases the GIL.
 
     `calls` is the number of passes in one repeat.
     """
-    function = libraries.library(libraries.KERNEL_SOURCES).load().hytrain_fx_update_chunk
-    struct = AdamScalars.of({**GROUP, "moments": moments}, 10, decoupled=True, torch_cuda=False).c_struct
     per_thread = parameters // threads
-    operands = [(torch.full((per_thread,), values.grad, dtype=torch.bfloat16), states(per_thread, "cpu", moments, values))
-                for _ in range(threads)]
-
-    def update(of: tuple[torch.Tensor, RowStates]) -> None:
-        grad, master = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (of[0], of[1].master))
-        kept = ctypes.byref(c_states(of[1]))
-        out = grad if values is USUAL else None  # the new weight takes the gradient's place, which is no small value
-        for _ in range(calls):
-            function(grad, 1, master, kept, out, 1, ctypes.c_int64(per_thread), ctypes.byref(struct))
-
+    updates = [update_of(per_thread, calls, moments, values) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
-        run = partial(pool.map, update, operands)
+        run = partial(pool.map, lambda update: update(), updates)
         return measure(_named(moments), "cpu", threads, per_thread * threads, repeats, calls, lambda: list(run()), moments, values)
 
 

@@ -134,8 +134,7 @@ class RankGradients:
             self._gathered.all()
         end = self._ends[backward]
         with torch.no_grad(), without_torch_function():
-            if end.eager:
-                self._begin_eager(tuple(sorted(end.eager)))
+            if self._begin_eager(end.eager):
                 self._send_due(end)
             while not self._averaged.all_done():
                 self._send_due(end)
@@ -166,13 +165,19 @@ class RankGradients:
         self._watched[row] = accumulator(parameter)
         self._watched[row].register_prehook(before)
 
-    def _begin_eager(self, rows: Rows) -> None:
-        parameters = [self._table.parameters[row] for row in rows]
-        grads = [grad for grad in map(get_grad, parameters) if grad is not None]
-        for parameter in parameters:
-            set_grad(parameter, None)
-        self._averaged.begin((rows,))
-        self._averaged.pack(rows, grads)
+    def _begin_eager(self, rows: AbstractSet[int]) -> bool:
+        """Pack what eager code has made, where no hook of the user's has dropped it.
+
+        Gives whether there is any.
+        """
+        parameters = self._table.parameters
+        found = {row: grad for row in sorted(rows) if (grad := get_grad(parameters[row])) is not None}
+        for row in found:
+            set_grad(parameters[row], None)
+        if found:
+            self._averaged.begin((tuple(found),))
+            self._averaged.pack(tuple(found), list(found.values()))
+        return bool(found)
 
 
 @dataclass

@@ -145,6 +145,40 @@ def first_checkpoint(rank: int, size: int) -> Mapping[str, Found]:
     return found
 
 
+def dropped_by_hooks(rank: int, size: int) -> Mapping[str, Sequence[Found]]:
+    """Hooks drop the gradients of an eager layer as they come, on one rank or on all.
+
+    One is set before `compile`, one after the first step. The loop by hand, and ours.
+    """
+    return {f"hooks of {droppers}": [_hooked_run(rank, size, rank in droppers, by_hand=by_hand) for by_hand in (True, False)]
+            for droppers in ((1,), (0, 1))}
+
+
+def _hooked_run(rank: int, size: int, drops: bool, *, by_hand: bool) -> Found:
+    model = broken(rank)
+    unset = [model.side.weight, model.side.bias] if drops else []
+
+    def drop(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        if unset:
+            unset.pop().register_post_accumulate_grad_hook(_drop)
+
+    if by_hand:
+        begin_alike(model)
+        model.compile()
+    if unset:
+        unset.pop(0).register_post_accumulate_grad_hook(_drop)
+    optimizer = HandAdam(model.parameters(), **HYPER) if by_hand else compiled(model, k=0)
+    found = _steps(model, optimizer, rank, drop, "after the step", partial(average_used, model, size) if by_hand else lambda: None)
+    if not by_hand:
+        hytrain_fx.close(model)
+    return found
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
 def other_nodes(rank: int, size: int) -> list[str]:
     """The last rank has frozen a vector: its nodes are not those of the other. What steps say."""
     model: Any = net(rank)

@@ -30,7 +30,8 @@ from hytrain_fx.runtime.engine import Stage
 from .interpreted import graphs_interpreted
 from .loops import HYPER, HandAdam, assert_same, weights
 
-_STACKS_AFTER_S = 50.0  # a group gives up after 60
+_GROUP_S, _STACKS_AFTER_S = 60.0, 50.0
+_TIMES_LONGER_FUSED = 4  # two ranks compile on the cores that there are, beside another test
 WIDTH, WORDS = 48, 40
 LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat16"), ("clipped", "float32"),
          ("evaluated", "bfloat16"), ("scaler", "float32"), ("moments", "bfloat16"))
@@ -43,19 +44,25 @@ ONE_GPU: Final = "cpu:gloo,cuda:gloo"
 """Backend of ranks that share a GPU: NCCL takes one rank for each."""
 
 
-def started(work: Work, size: int, folder: Path, timeout_s: float = 60.0, backend: str = "gloo", *, fused: bool = False) -> list[Any]:
+def started(work: Work, size: int, folder: Path, timeout_s: float = _GROUP_S, backend: str = "gloo", *, fused: bool = False) -> list[Any]:
     """What `work(rank, size)` gives on each of `size` ranks, or its error's text, by rank.
 
     timeout_s   of the group
     backend     "nccl": each rank has a GPU; ONE_GPU: all ranks have the same
-    fused       graphs are Inductor's, as users have them
+    fused       graphs are Inductor's, as users have them: all times are longer
     """
-    ranks = begun(work, size, folder, timeout_s, backend, fused=fused)
-    end_s = time.monotonic() + (480.0 if fused else 240.0)  # two ranks compile on the cores that there are
+    longer = _TIMES_LONGER_FUSED if fused else 1
+    ranks = begun(work, size, folder, timeout_s * longer, backend, fused=fused)
+    end_s = time.monotonic() + 240.0 * longer
     for process in ranks:
         process.join(max(end_s - time.monotonic(), 0.0))
+    ends = ["still running" if process.exitcode is None else f"exit code {process.exitcode}" for process in ranks]
+    for process in ranks:
         process.kill()
-    return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=False) for rank in range(size)]
+    files = [folder / f"{rank}.pt" for rank in range(size)]
+    found = [torch.load(file, map_location="cpu", weights_only=False) if file.exists() else "nothing" for file in files]
+    assert all(file.exists() for file in files), (ends, [of if isinstance(of, str) else "a result" for of in found])
+    return found
 
 
 def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = "gloo", *, fused: bool = False) -> list[Any]:
@@ -76,7 +83,9 @@ def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = 
 def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str, fused: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(_STACKS_AFTER_S, repeat=True)  # shown where the test fails: ranks that wait for each other say where
+    faulthandler.enable()
+    stacks_after_s = _STACKS_AFTER_S * (_TIMES_LONGER_FUSED if fused else 1)
+    faulthandler.dump_traceback_later(stacks_after_s, repeat=True)  # shown where the test fails: ranks that wait for each other say where
     on_gpu: Any = nullcontext()  # on the CPU no mode is on: under one, torch does not capture Tensor.unflatten
     if backend in ("nccl", ONE_GPU):
         on_gpu = torch.device("cuda", rank if backend == "nccl" else 0)

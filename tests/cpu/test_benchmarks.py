@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import __main__ as command_line
-from benchmarks import cases, figures, largest, llama, steps, sweep, table
+from benchmarks import beside, cases, figures, largest, llama, steps, sweep, table
 from benchmarks.case import MODES, CannotRun, Case
 from benchmarks.cases import Claim
 from benchmarks.overlap import overlap, share_during
@@ -237,6 +238,18 @@ def test_contention_measures_updates_alone(capsys: pytest.CaptureFixture[str]) -
     if not torch.cuda.is_available():
         assert command_line.main(["contention"]) == 1
         assert "--skip-copies" in capsys.readouterr().err
+
+
+def test_beside_times_launching_beside_every_kind_of_work(capsys: pytest.CaptureFixture[str]) -> None:
+    """Work is done while it is wanted: each kind repeats, and nobody is left."""
+    before = set(multiprocessing.active_children())
+    arguments = ["--counts", "1", "--parameters", "65536", "--size", "h1l1", "--steps", "3", "--backend", "eager"]
+    assert command_line.main(["beside", *arguments]) == 0
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.strip().splitlines()[2:]]
+    assert [row[0] for row in rows] == ["nothing", *beside.KINDS, "nothing"]
+    assert all((float(row[-1]) > 0) == (row[0] != "nothing") for row in rows), rows
+    assert all(float(row[2]) > 0 for row in rows)
+    assert set(multiprocessing.active_children()) == before
 
 
 # ---- cases ----

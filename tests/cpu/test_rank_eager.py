@@ -21,6 +21,14 @@ def test_gradients_of_eager_code_may_be_dropped_by_anybody(tmp_path: Path) -> No
 
 
 @pytest.mark.sample(0)
+def test_gradients_of_eager_code_may_be_dropped_by_hooks(tmp_path: Path) -> None:
+    """What no rank has left is no gradient; what one has is averaged with zeros."""
+    ranks = started(rank_eager.dropped_by_hooks, 2, tmp_path)
+    assert len(ranks[0]) == 2, ranks[0]
+    require_bits_by_hand(ranks, "losses")
+
+
+@pytest.mark.sample(0)
 def test_averaged_gradients_that_come_late_are_taken_in_each_step(tmp_path: Path) -> None:
     """Where the nodes are not those of the other rank's graph: autograd adds nothing there."""
     assert started(rank_eager.other_nodes, 2, tmp_path) == [["no error"] * 3] * 2
