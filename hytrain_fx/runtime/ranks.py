@@ -38,7 +38,7 @@ from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.own_states import leaves, map_leaves
 from hytrain_fx.runtime.shard_layout import ShardLayout
 from hytrain_fx.torch_private.names import private_function
-from hytrain_fx.torch_private.process_groups import all_gather, reduce_scatter, time_limit
+from hytrain_fx.torch_private.process_groups import all_gather, reduce_scatter, set_time_limit, time_limit
 
 _foreach_copy_: Final = private_function("_foreach_copy_")
 T = TypeVar("T")
@@ -206,7 +206,9 @@ class Ranks:
 
     def all_have_compiled(self) -> None:
         """From now on no rank waits for another longer than the group's time limit."""
-        self._patience = self._limit
+        if self._patience != self._limit:
+            self._patience = self._limit
+            set_time_limit(self._control, self._limit)
 
     def of_all(self, what: str, found: T) -> list[T]:
         """What each rank has found. Raises RankError as `mean` does."""

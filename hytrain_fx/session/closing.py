@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from torch import nn
 
-from hytrain_fx.errors import EngineError, HostMemoryError, HytrainWarning, UnsupportedError
+from hytrain_fx.errors import EngineError, HostMemoryError, HytrainWarning, RankError, UnsupportedError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.session.call_gate import forget_graphs
 from hytrain_fx.session.session import Session
@@ -22,16 +22,21 @@ def close_model(session: Session, model: nn.Module) -> None:
     """Close the session; `model` has all its weights then.
 
     Raises UnsupportedError, and closes nothing, where sharded weights do not fit on some rank's
-    device, HostMemoryError where streamed ones fit neither memory.
+    device, HostMemoryError where streamed ones fit neither memory. Raises RankError where another
+    rank does not come to this, and EngineError where an update has failed; all is closed then, and
+    the model has what this rank has.
     """
     streamed = session.eager.streamed
-    if not session.closed and streamed.wanted:
-        with suppress(EngineError):  # one that has failed can be closed too
-            session.follow_written_weights()
-            session.drain()
+    try:
         _require_room(session)
-    session.close()
-    forget_graphs(model)
+        session.close()
+    except RankError:
+        session.leave_ranks()
+        session.close()
+        raise
+    finally:
+        if session.closed:
+            forget_graphs(model)
     streamed.release()
     if streamed.left_on_host:
         device = session.table.device
@@ -41,7 +46,12 @@ def close_model(session: Session, model: nn.Module) -> None:
 
 
 def _require_room(session: Session) -> None:
-    streamed = session.eager.streamed
+    streamed, gathered = session.eager.streamed, session.nodes.gathered
+    if session.closed or not streamed.wanted or (gathered and gathered.left):
+        return
+    with suppress(EngineError):  # one that has failed can be closed too
+        session.follow_written_weights()
+        session.drain()
     found = streamed.returning
     # Slots go on all ranks or on none: what a slot has is not gathered again.
     if _on_all(session, "room for whole weights", found.fits) and _on_all(session, "memory for whole weights", streamed.reserve()):
@@ -50,7 +60,7 @@ def _require_room(session: Session) -> None:
     needed, there = bytes_text(found.away_bytes), bytes_text(found.device_bytes)
     if found.fits:
         there += " in pieces that are too small"
-    if session.nodes.gathered:
+    if gathered:
         raise UnsupportedError(f"close() needs {needed} for weights that are not whole anywhere, and the device has {there} for them. "
                                "Sharded weights are given back on each rank's device. Save optimizer.sharded_state_dict(), whose masters "
                                "are the weights, and end the process instead")
@@ -62,4 +72,4 @@ def _require_room(session: Session) -> None:
 
 def _on_all(session: Session, what: str, there: bool) -> bool:
     """All ranks give weights back together, or none does. One without room tells the others too."""
-    return all(session.ranks.of_all(what, there)) if session.ranks else there
+    return all(session.ranks.tell_number(what, int(there))) if session.ranks else there

@@ -29,6 +29,7 @@ from hytrain_fx.runtime.arithmetic import AT_REST
 from hytrain_fx.runtime.engine import CommitItem, Engine
 from hytrain_fx.runtime.states.store import StateStore
 from hytrain_fx.session.commit import CommitBuilder
+from hytrain_fx.weights.gathered import GatheredWeights
 
 
 class FiniteSteps:
@@ -40,9 +41,13 @@ class FiniteSteps:
                     CPU
     share           gives from what this stage has found what any stage has, 0-dim fp32 on the
                     device, not 0 where a gradient is not finite. None: the model is no stage
+    gathered        weights that every rank updates in shards: of all ranks the same, or of none
     """
 
-    def __init__(self, engine: Engine, builder: CommitBuilder, states: StateStore, slots: GradientSlots, *, reads_at_once: bool) -> None:
+    def __init__(
+        self, engine: Engine, builder: CommitBuilder, states: StateStore, slots: GradientSlots, gathered: GatheredWeights | None = None, *,
+        reads_at_once: bool
+    ) -> None:
         self.count = 0
         self.last = 0
         self.reads_at_once = reads_at_once
@@ -52,6 +57,7 @@ class FiniteSteps:
         self._builder = builder
         self._states = states
         self._slots = slots
+        self._gathered = gathered
         self._finiteness = Finiteness(states.copies, slots.shards)
         self._error: NonFiniteGradientError | None = None
 
@@ -69,7 +75,11 @@ class FiniteSteps:
 
         skip   GradScaler's, 0-dim fp32 on the device: where it is not 0 it leaves the step out,
                which is not counted here
+
+        Raises RankError, and nothing has changed, where another rank updates other parameters.
         """
+        if self._gathered:
+            self._gathered.before_updates(self._builder.parameters_of(items))
         check = self._checked(items)
         if check is not None and not self._engine.can_skip:
             if bool(check.any):

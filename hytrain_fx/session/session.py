@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Session:
         self.nodes = SessionNodes(self.table, self.engine, self.states, self.marks, self.ranks, self.units,
                                   streams=self.config.fetches, micro_batches=self.config.micro_batches)
         self.builder = self.update.make_builder(self.states, self.nodes.gradients)
-        self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots,
+        self.finite_steps = FiniteSteps(self.engine, self.builder, self.states, self.nodes.gradients.slots, self.nodes.gathered,
                                         reads_at_once=self.table.device.type == "cpu")
         self.finite_steps.use(self.config.on_nonfinite)
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
@@ -237,8 +237,7 @@ class Session:
             items: Sequence[CommitItem] = self.builder.build(self.groups, self.eager.reached.union(read))
             items = self.finite_steps.commit(items, self.groups, skip, self.steps_done + 1)
             self.foresight.stepped(items, self.planning.aside.delay.lap_s())
-            rows = self.builder.parameters_of(items)
-            self.nodes.committed(rows)
+            self.nodes.committed(rows := self.builder.parameters_of(items))
             self.nodes.gradients.slots.taken.update([item.row for item in items if item.grad is None and item.row < len(self.table)])
             increment_versions([self.table.parameters[row] for row in rows])
             del items  # whoever has a gradient on the device now may write to it
@@ -362,7 +361,7 @@ class Session:
     def gather_loaded(self, parameters: Collection[int]) -> None:
         """States of these were written: their weights are to come from all ranks, until the end."""
         if self.nodes.gathered and not self.closed:
-            self.nodes.gathered.updated(parameters)
+            self.nodes.gathered.loaded(parameters)
 
     # ---- the end ----
 
@@ -370,7 +369,7 @@ class Session:
     def leave_ranks(self) -> None:
         """This rank has failed, and others may not come any more: close() waits for none of them.
 
-        Weights that they have updated stay as they were.
+        Weights that they update stay as they were; of sharded ones it has its shards, else NaN.
         """
         if self.nodes.gathered:
             self.nodes.gathered.leave()
@@ -384,16 +383,17 @@ class Session:
             self._close()
 
     def _close(self) -> None:
-        try:
-            if self.nodes.gathered and not self.closed:
+        with ExitStack() as ends:  # all of them, though one raises
+            for end in (self._let_go, self._shut_down, self.eager.restore):
+                ends.callback(end)
+            if self.nodes.gathered and not (self.closed or self.nodes.gathered.left):
                 self.settle()
-            self.eager.restore()
-            self._shut_down()
-        finally:
-            self.closed = True
-            self.states.leave_weights()
-            self.nodes.gradients.end()
-            self.marks.clear()
-            self.capture.graphs.clear()
-            self.eager.close()
-            unguard_all(self.table.parameters)
+
+    def _let_go(self) -> None:
+        self.closed = True
+        self.states.leave_weights()
+        self.nodes.gradients.end()
+        self.marks.clear()
+        self.capture.graphs.clear()
+        self.eager.close()
+        unguard_all(self.table.parameters)

@@ -24,6 +24,7 @@ import torch
 
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit
+from hytrain_fx.errors import RankError
 from hytrain_fx.ir.task_graph import FETCH_OF, TaskKind
 from hytrain_fx.runtime.engine import Engine
 from hytrain_fx.runtime.ranks import Packed, Ranks
@@ -38,7 +39,10 @@ class GatheredWeights:
     """The weights of one session that several ranks update in shards.
 
     unseen   around what reads weights here: nobody is to wait for them
+    left     whether this rank waits for no other any more
     """
+
+    left = False
 
     def __init__(self, ranks: Ranks, table: ParameterTable, units: Sequence[Unit], engine: Engine, states: StateStore) -> None:
         self.unseen: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -49,6 +53,7 @@ class GatheredWeights:
         self._states = states
         self._pending: deque[tuple[int, ...]] = deque()  # rows of each unit whose shards are to come, in the units' order
         self._rows: set[int] = set()  # in them
+        self._failed: str | None = None  # what a gather has ended in: none is tried again
         self._updated: tuple[int, ...] = ()  # rows of the last step
         self._names: tuple[str, ...] = ()  # their parameters
         self._layouts = ShardLayouts(table.shards)
@@ -58,8 +63,8 @@ class GatheredWeights:
         self._come: dict[int, torch.cuda.Event] = {}  # by row: when it was there, whole
         self._side = SideStream(table.device)
 
-    def updated(self, parameters: Collection[int]) -> None:
-        """A `step()` has begun the updates of these, or their states were loaded.
+    def before_updates(self, parameters: Collection[int]) -> None:
+        """A `step()` is about to begin the updates of these, or their states are being loaded.
 
         Raises RankError where another rank updates others.
         """
@@ -69,12 +74,24 @@ class GatheredWeights:
             if rows != self._updated:
                 self._updated, self._names = rows, tuple(self._table.names[row] for row in rows)
             self._ranks.require_alike("the parameters that step() updates", self._names)
+
+    def updated(self, parameters: Collection[int]) -> None:
+        """The updates of these have begun. Whoever reads one gathers it."""
+        with self._lock:
+            rows = self._table.shards.keys() & set(parameters)
             self._rows = {row for row in rows if row not in self._states.streamed}  # those come when they are needed
             self._come.clear()
             of_units = (tuple(row for row in unit.rows if row in self._rows) for unit in self._units)
             self._pending = deque(filter(None, of_units))
             if self._table.device.type == "cuda":
                 self._committed = torch.cuda.current_stream(self._table.device).record_event()
+
+    def loaded(self, parameters: Collection[int]) -> None:
+        """States of these were loaded. Raises RankError as `before_updates`."""
+        try:
+            self.before_updates(parameters)
+        finally:
+            self.updated(parameters)
 
     def of(self, parameters: Iterable[int]) -> None:
         """The current stream is to see the new weights of these, whole. Raises RankError.
@@ -112,6 +129,7 @@ class GatheredWeights:
     def leave(self) -> None:
         """Gather none of what is pending: the other ranks may not come any more."""
         with self._lock:
+            self.left = True
             self._pending.clear()
             self._rows.clear()
 
@@ -206,9 +224,23 @@ class GatheredWeights:
             return set().union(*self._ranks.of_all("the optimizer states that each rank loads", sorted(rows)))
 
     def _gather(self) -> tuple[int, ...]:
-        """Gather the next unit; its rows."""
-        rows = self._pending.popleft()
+        """Gather the next unit; its rows.
+
+        Where that fails they stay pending: a rank that goes on would read old shards.
+        """
+        if self._failed is not None:
+            raise RankError(self._failed)
+        rows = self._pending[0]
+        try:
+            self._gather_rows(rows)
+        except RankError as error:
+            self._failed = str(error)
+            raise
+        self._pending.popleft()
         self._rows.difference_update(rows)
+        return rows
+
+    def _gather_rows(self, rows: Sequence[int]) -> None:
         with torch.no_grad(), without_torch_function(), self.unseen(), self._side.beside():
             if self._committed is not None:
                 torch.cuda.current_stream(self._table.device).wait_event(self._committed)  # another thread may be the first to ask
@@ -216,7 +248,6 @@ class GatheredWeights:
             self._ranks.send(self._pack(rows), TaskKind.ALL_GATHER, rows[0])
             if self._committed is not None:
                 self._come.update(dict.fromkeys(rows, torch.cuda.current_stream(self._table.device).record_event()))
-        return rows
 
     def _pack(self, rows: Sequence[int]) -> list[Packed]:
         parameters, packed = self._table.parameters, list[Packed]()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,8 +86,7 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     faulthandler.enable()
-    stacks_after_s = _STACKS_AFTER_S * (_TIMES_LONGER_FUSED if fused else 1)
-    faulthandler.dump_traceback_later(stacks_after_s, repeat=True)  # shown where the test fails: ranks that wait for each other say where
+    threading.Thread(target=_tell_stacks, args=(_STACKS_AFTER_S * (_TIMES_LONGER_FUSED if fused else 1),), daemon=True).start()
     on_gpu: Any = nullcontext()  # on the CPU no mode is on: under one, torch does not capture Tensor.unflatten
     if backend in ("nccl", ONE_GPU):
         on_gpu = torch.device("cuda", rank if backend == "nccl" else 0)
@@ -99,6 +100,18 @@ def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: fl
         found = f"{type(error).__name__}: {error}"
     torch.save(found, result)
     os._exit(0)  # a group whose other ranks are gone may not end by itself
+
+
+def _tell_stacks(each_s: float) -> None:
+    """Print where every thread of this rank is, again and again. It is shown where the test fails.
+
+    Not `faulthandler.dump_traceback_later`, which looks at frames that run: one dump of some
+    hundreds ends the process.
+    """
+    pause = threading.Event()
+    while not pause.wait(each_s):
+        for thread, frame in sys._current_frames().items():
+            print(f"thread {thread}\n", *traceback.format_stack(frame), file=sys.stderr, flush=True)
 
 
 def device_here() -> torch.device:
