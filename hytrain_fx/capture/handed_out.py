@@ -2,6 +2,7 @@
 
     return (x, w.t())        who gets the view reads the parameter's memory whenever it likes
     w.add_(1)                the new value is for the parameter's own memory
+    w.data.add_(1)           the same. The alias counts versions of its own
 
 Such a parameter needs memory of its own. What a graph reads and keeps for itself does not show
 here: it is saved inside of it.
@@ -31,21 +32,19 @@ def rows_handed_out(gm: fx.GraphModule, row_of_input: Mapping[int, int]) -> froz
     given = {position: inputs[position].meta.get(_VALUE) for position in row_of_input}
     if not all(isinstance(value, torch.Tensor) for value in given.values()):
         return frozenset(row_of_input.values())
-    out = {memory_of(value) for value in (*_values(gm.graph.output_node().args), *_written_unseen(gm))}
-    seen = {memory_of(value) for value in given.values() if value._version > 0}  # an op in place has counted up while Dynamo traced it
-    return frozenset(row for position, row in row_of_input.items() if memory_of(given[position]) in out | seen)
+    written = (value for value in _values(list(gm.graph.nodes)) if not value.is_inference() and value._version > 0)
+    out = {memory_of(value) for value in (*_values(gm.graph.output_node().args), *_written_unseen(gm), *written)}
+    return frozenset(row for position, row in row_of_input.items() if memory_of(given[position]) in out)
 
 
 def _written_unseen(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
     """What operators may write to without counting a version up in a trace.
 
-    Those on lists (`_foreach_add_`), and those whose schema says that they write.
+    Those named for it (`set_`, `_foreach_add_`), and those whose schema says that they write.
     """
     for node in gm.graph.nodes:
-        if node.op != "call_function":
-            continue
-        name = getattr(node.target, "__name__", "")
-        if dataflow.mutates(node) or (name.startswith("_foreach_") and name.endswith("_")):
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if dataflow.mutates(node) or (name.endswith("_") and not name.endswith("__")):
             yield from _values((node.args, node.kwargs))
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hytrain_fx.torch_private.autograd import LeafGradient, accumulator, leaf_gradient, will_all_accumulate
+from hytrain_fx.torch_private.autograd import LeafGradient, accumulator, accumulators_behind, leaf_gradient, will_all_accumulate
 from hytrain_fx.torch_private.tensors import property_reader
 
 _is_trained: Final = property_reader("requires_grad")
@@ -71,8 +71,8 @@ class GradDestinations:
         return Elsewhere(_having(found.items(), LeafGradient.RETURNED), _having(found.items(), LeafGradient.UNWANTED) | frozen)
 
     def _leaves_of(self, rows: frozenset[int]) -> _Leaves:
-        parameters = [self._parameters[row] for row in rows]
-        return _Leaves(parameters, [accumulator(p) for p in parameters])
+        parameters, behind = [self._parameters[row] for row in rows], accumulators_behind()
+        return _Leaves(parameters, [behind.get(id(p)) or accumulator(p) for p in parameters])
 
 
 @dataclass(frozen=True, slots=True)

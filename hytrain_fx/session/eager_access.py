@@ -96,6 +96,7 @@ class EagerAccess:
         nodes.gradients.on_eager_parts = weakly(self._listen)
         self.reads = EagerReads(table.parameters, units, weakly(self._wait_in_forward), weakly(self.settle), weakly(self._read_in_forward),
                                 weakly(self.writes.wrote))
+        self.writes.on_moved = weakly(self.reads.memory_moved)
 
     # ---- what guards and hooks call ----
 
@@ -252,9 +253,7 @@ class EagerAccess:
         self.host_copies.follow()
         if torch.is_grad_enabled():
             self.host_copies.forget()
-        if moved := self.writes.follow_memory():
-            self.touched |= moved
-            self.reads.memory_moved()
+        self.touched |= self.writes.follow_memory()
         self.copies.enter_forward(self.touched)
         self.streamed.enter_forward(self.touched)
 

@@ -35,6 +35,17 @@ def accumulator(leaf: Tensor) -> Node:
         return get_gradient_edge(leaf).node
 
 
+def accumulators_behind() -> dict[int, Node]:
+    """The AccumulateGrad nodes that the running node leads to, by the `id` of their leaf.
+
+    A leaf that was given other memory since (`set_`, also of `p.data = ...` in a graph) has another
+    one by now, which is in no graph.
+    """
+    if running_backward() == -1:
+        return {}
+    return {id(node.variable): node for node, _ in running_node().next_functions if node is not None and hasattr(node, "variable")}
+
+
 def will_all_accumulate(accumulators: Iterable[Node]) -> bool:
     """Whether the backward that runs on this thread runs all of these.
 

@@ -20,7 +20,7 @@ Not noticed: a write on a GPU through a raw pointer, a DLPack alias, or a `.data
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,13 +60,17 @@ class _Form:
 
 
 class OutsideWrites:
-    """Remembers versions and memory of all parameters as this library left them."""
+    """Remembers versions and memory of all parameters as this library left them.
+
+    on_moved   called where parameters have other memory than before
+    """
 
     def __init__(self, table: ParameterTable, engine: Engine, states: StateStore, held: HeldWeights) -> None:
         self._table = table
         self._engine = engine
         self._states = states
         self._held = held
+        self.on_moved: Callable[[], None] = lambda: None
         with without_torch_function():
             self._forms = [_Form.of(p) for p in table.parameters]
             self._memory = self._memory_now()
@@ -134,6 +138,7 @@ class OutsideWrites:
                     self._states.follow_memory(row)
             self._memory = now
             self._written.update(moved)
+            self.on_moved()
             return set(moved)
 
     def follow(self, touched: Collection[int]) -> set[int]:
