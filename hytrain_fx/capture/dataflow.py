@@ -116,6 +116,28 @@ def result_tensor(node: fx.Node) -> fx.Node | None:
     return next(items, None)
 
 
+def joined_sum(product: fx.Node, ignore: frozenset[object] = frozenset()) -> fx.Node | None:
+    """The sum that Inductor computes in one call with a product (`addmm`); None where it does not.
+
+    It joins an `add` with an `mm` that nobody else reads, which rounds once instead of twice. On a
+    GPU not where all that reads the sum is pointwise (`should_prefer_unfused_addmm` in its
+    `post_grad.py`). Who takes the sum instead of the product leaves them to be joined.
+
+    ignore   targets that count as no readers
+    """
+    users = [user for user in product.users if user.target not in ignore]
+    if product.target is not aten.mm.default or len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
+        return None
+    if product.meta["val"].device.type != "cpu" and _is_read_pointwise(users[0], ignore):
+        return None
+    return users[0]
+
+
+def _is_read_pointwise(node: fx.Node, ignore: frozenset[object]) -> bool:
+    return all(isinstance(user.target, torch._ops.OpOverload) and (torch.Tag.pointwise in user.target.tags if not is_view(user)
+               else _is_read_pointwise(user, ignore)) for user in node.users if user.target not in ignore)
+
+
 def _stands_alone(node: fx.Node, alias_set: set[fx.Node]) -> bool:
     positions = _STANDALONE.get(node.target)
     if positions is None or any(kw in alias_set for kw in node.kwargs.values() if isinstance(kw, fx.Node)):

@@ -6,9 +6,10 @@
 
 Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the
 release takes readers' results, so it cannot run before them. Of the readers it takes the fewest
-that need all the others, so that no buffer lives longer for it. A weight that this backward does
-not read (a bias) goes with its unit's readers, or else with its unit's gradients. What has an
-inlined reader (a norm's weight) is left to `backward_end`.
+that need all the others, so that no buffer lives longer for it; of a product that Inductor joins
+with a sum, the sum (`dataflow.joined_sum`). A weight that this backward does not read (a bias) goes
+with its unit's readers, or else with its unit's gradients. What has an inlined reader (a norm's
+weight) is left to `backward_end`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def insert_after_readers(
     order, groups = dataflow.Order.of(module.graph), by_unit(list(shown), context.unit_of)
     for unit, rows in groups.items():
         readers = order.frontier([reader for row in rows for reader in shown[row]])
-        results = [result for reader in readers if (result := dataflow.result_tensor(reader)) is not None] or [otherwise[unit]]
+        shown_by = dict.fromkeys(dataflow.joined_sum(reader, NO_READERS) or reader for reader in readers)
+        results = [result for node in shown_by if (result := dataflow.result_tensor(node)) is not None] or [otherwise[unit]]
         with after_last(module.graph, results):
             insert(module.graph, target, (results, context.session, list(rows)), unit)
     return len(groups)

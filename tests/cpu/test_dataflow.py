@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,3 +110,32 @@ def test_mutation_is_told_by_the_schema() -> None:
     _, nodes = traced(lambda x, w: aten.add_(x, aten.mul(w, 2)), (3,), (3,))
     assert dataflow.mutates(nodes["add_"])
     assert not dataflow.mutates(nodes["mul"])
+
+
+def test_a_product_is_joined_with_the_one_sum_that_reads_it() -> None:
+    """Not if something else reads it, the sum is scaled, or it is no `mm`.
+
+    What is ignored does not count.
+    """
+    graph, nodes = traced(lambda x, w: aten.relu(aten.add(aten.mm(x, w), x)), (3, 3), (3, 3))
+    assert dataflow.joined_sum(nodes["mm"]) is nodes["add"]
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(aten.sum.default, (nodes["mm"],))
+    assert dataflow.joined_sum(nodes["mm"]) is None
+    assert dataflow.joined_sum(nodes["mm"], frozenset({aten.sum.default})) is nodes["add"]
+    for other in (lambda x, w: aten.add(aten.mm(x, w), x, alpha=2), lambda x, w: aten.add(aten.bmm(x[None], w[None])[0], x),
+                  lambda x, w: aten.add(aten.view(aten.mm(x, w), (1, 3, 3)), x), lambda x, w: aten.sub(aten.mm(x, w), x)):
+        _, nodes = traced(other, (3, 3), (3, 3))
+        assert all(dataflow.joined_sum(node) is None for name, node in nodes.items() if "mm" in name)
+
+
+def _read_sum(reader: Callable[[Any], Any], x: Any, w: Any) -> Any:
+    return reader(aten.add(aten.mm(x, w), x))
+
+
+def test_on_a_gpu_a_sum_that_pointwise_code_reads_is_not_joined() -> None:
+    """Inductor makes it part of that code's kernel. A sum that a product reads is joined."""
+    for reader, joined in ((aten.relu, False), (lambda y: aten.relu(aten.t(y)), False), (lambda y: aten.mm(y, y), True), (aten.sum, True)):
+        _, nodes = traced(partial(_read_sum, reader), (3, 3), (3, 3))
+        nodes["mm"].meta["val"] = torch.empty(3, 3, device="meta")  # no CPU
+        assert (dataflow.joined_sum(nodes["mm"]) is nodes["add"]) == joined

@@ -18,6 +18,8 @@ from hytrain_fx.api import session_of
 from hytrain_fx.ir.limits import UNITS_AHEAD
 from hytrain_fx.session.nodes import SessionNodes
 
+from .loops import assert_same
+
 pytestmark = pytest.mark.fused_kernels
 
 WIDTH, LAYERS, TOKENS = 128, 12, 8
@@ -112,3 +114,41 @@ def test_the_users_option_goes_before_ours() -> None:
     assert -1 not in its[: 2 * LAYERS]
     _, slot_bytes = train(weights="streamed", options=asked)
     assert slot_bytes == (UNITS_AHEAD + 1) * 2 * WIDTH * WIDTH
+
+
+class Sums(nn.Module):
+    """Two layers that read one tensor, and a residual connection around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        x = self.one(x) + self.other(x)
+        loss: torch.Tensor = (x + self.last(x)).float().square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_and_sums_that_inductor_joins_stay_joined(dtype: torch.dtype) -> None:
+    """Releases leave them so: gradients have the bits of plain torch.compile's."""
+
+    def gradients(**options: Any) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = Sums().to(dtype)
+        if options:
+            model, _ = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), **options)
+        else:
+            model.compile()
+        model(torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).to(dtype)).backward()
+        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        if options:
+            hytrain_fx.close(model)
+        return found
+
+    plain = gradients()
+    streamed = [{"k": 0, "weights": "streamed"}] if dtype == torch.bfloat16 else []
+    for options in ({"k": 0}, {"k": 2}, *streamed):
+        assert_same(gradients(**options), plain)
