@@ -149,6 +149,6 @@ def test_products_and_sums_that_inductor_joins_stay_joined(dtype: torch.dtype) -
         return found
 
     plain = gradients()
-    streamed = [{"k": 0, "weights": "streamed"}] if dtype == torch.bfloat16 else []
-    for options in ({"k": 0}, {"k": 2}, *streamed):
+    streamed: list[dict[str, Any]] = [{"k": 0, "weights": "streamed"}] if dtype == torch.bfloat16 else []
+    for options in [{"k": 0}, {"k": 2}, *streamed]:
         assert_same(gradients(**options), plain)

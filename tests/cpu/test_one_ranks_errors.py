@@ -227,7 +227,7 @@ def ranks_that_end(*arguments: str) -> list[subprocess.Popen[str]]:
 @pytest.mark.sample(0)
 @pytest.mark.parametrize("how", ["resident", "sharded"])
 def test_a_rank_whose_other_does_not_come_ends(how: str) -> None:
-    """Soon after its error, with its own exit code: its launcher sees it, whatever the other does."""
+    """Soon after its error, with its own exit code, which its launcher sees."""
     waiting, asleep = ranks_that_end(how, "sleeps")
     try:
         _, error = waiting.communicate(timeout=90.0)
