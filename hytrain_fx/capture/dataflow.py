@@ -134,8 +134,12 @@ def joined_sum(product: fx.Node, ignore: frozenset[object] = frozenset()) -> fx.
 
 
 def _is_read_pointwise(node: fx.Node, ignore: frozenset[object]) -> bool:
-    return all(isinstance(user.target, torch._ops.OpOverload) and (torch.Tag.pointwise in user.target.tags if not is_view(user)
-               else _is_read_pointwise(user, ignore)) for user in node.users if user.target not in ignore)
+    readers = [user for user in node.users if user.target not in ignore]
+    return all(_is_read_pointwise(reader, ignore) if is_view(reader) else _is_pointwise(reader) for reader in readers)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _stands_alone(node: fx.Node, alias_set: set[fx.Node]) -> bool:
