@@ -14,46 +14,47 @@ import hytrain_fx
 from .loops import HYPER, HandAdam, assert_same, weights
 
 STEPS = 5
-Write = Callable[[Any, int], object]
+Write = Callable[[Any, "Writer"], object]
+"""Given the weight and its module. A graph that reads `calls` would be made for each number."""
 
 
-def _sliced(w: Any, n: int) -> None:
+def _sliced(w: Any, of: Writer) -> None:
     w.data[0] = 1.0
 
 
-def _added(w: Any, n: int) -> None:
+def _added(w: Any, of: Writer) -> None:
     alias = w.data
     alias += 0.125
 
 
-def _assigned(w: Any, n: int) -> None:
+def _assigned(w: Any, of: Writer) -> None:
     w.data = w.data * 0.5
 
 
-def _replaced(w: Any, n: int) -> None:
-    w.data = torch.full((8, 16), 0.25 / (n + 1), dtype=torch.bfloat16)
+def _replaced(w: Any, of: Writer) -> None:
+    w.data = torch.full((8, 16), 0.25 / (of.calls + 1), dtype=torch.bfloat16)
 
 
-def _replaced_once(w: Any, n: int) -> None:
-    if n == 2:
-        _replaced(w, n)
+def _replaced_once(w: Any, of: Writer) -> None:
+    if of.calls == 2:
+        _replaced(w, of)
 
 
-def _read_and_assigned(w: Any, n: int) -> None:
+def _read_and_assigned(w: Any, of: Writer) -> None:
     """What the next forward reads is in memory that this one has given."""
     w.data = w.data * (0.5 if float(w.detach().float().norm()) > 1.0 else 1.5)
 
 
 IN_GRAPHS: dict[str, Write] = {
-    "mul_": lambda w, n: w.mul_(0.5),
-    "data.mul_": lambda w, n: w.data.mul_(0.5),
+    "mul_": lambda w, of: w.mul_(0.5),
+    "data.mul_": lambda w, of: w.data.mul_(0.5),
     "data[0] =": _sliced,
     "data +=": _added,
-    "a view's data": lambda w, n: w.view(-1)[:8].data.zero_(),
-    "relu_ of data": lambda w, n: torch.relu_(w.data),
-    "relu(inplace) of data": lambda w, n: nn.functional.relu(w.data, inplace=True),
-    "out= data": lambda w, n: torch.mul(w.data, 0.5, out=w.data),
-    "foreach of data": lambda w, n: torch._foreach_mul_([w.data], 0.5),
+    "a view's data": lambda w, of: w.view(-1)[:8].data.zero_(),
+    "relu_ of data": lambda w, of: torch.relu_(w.data),
+    "relu(inplace) of data": lambda w, of: nn.functional.relu(w.data, inplace=True),
+    "out= data": lambda w, of: torch.mul(w.data, 0.5, out=w.data),
+    "foreach of data": lambda w, of: torch._foreach_mul_([w.data], 0.5),
     "data =": _assigned,
 }
 IN_EAGER_CODE: dict[str, Write] = {**{name: IN_GRAPHS[name] for name in ("data.mul_", "data[0] =", "data =")}, "other data": _replaced,
@@ -70,7 +71,7 @@ class Writer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.write(self.second.weight, self.calls)
+            self.write(self.second.weight, self)
         loss: torch.Tensor = self.second(torch.tanh(self.first(x))).float().square().mean()
         return loss
 
