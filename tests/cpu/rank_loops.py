@@ -110,7 +110,13 @@ def _tell_stacks(each_s: float) -> None:
     """
     pause = threading.Event()
     while not pause.wait(each_s):
-        for thread, frame in sys._current_frames().items():
+        _print_stacks()
+
+
+def _print_stacks() -> None:
+    """In a call of its own: a frame that is kept keeps all that is in it."""
+    for thread, frame in sys._current_frames().items():
+        if thread != threading.get_ident():
             print(f"thread {thread}\n", *traceback.format_stack(frame), file=sys.stderr, flush=True)
 
 
