@@ -52,7 +52,7 @@ KINDS: Final[dict[str, Callable[[int], Callable[[], object]]]] = {
 def _work(number: int, parameters: int, kind: Any, active: Any, done: Any) -> None:
     """What process `number` does until it is ended: repeats of a kind, if it is an active one."""
     torch.set_num_threads(1)
-    repeats = {i: make(parameters) for i, make in enumerate(KINDS.values())}
+    repeats = [make(parameters) for make in KINDS.values()]
     done[number] = 0
     while True:
         if kind.value == _IDLE or number >= active.value:

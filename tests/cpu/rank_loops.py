@@ -69,9 +69,7 @@ def started(work: Work, size: int, folder: Path, timeout_s: float = _GROUP_S, ba
 
 def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = "gloo", *, fused: bool = False) -> list[Any]:
     """The processes of ranks that do `work`, as `started`, and write what it gives."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context: Any = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # CUDA cannot be forked
     if not torch.cuda.is_available():
         context.set_forkserver_preload([f"{__package__}.rank_preload"])  # importing torch takes longer than most of these loops
@@ -82,11 +80,19 @@ def begun(work: Work, size: int, folder: Path, timeout_s: float, backend: str = 
     return ranks
 
 
+def free_port() -> int:
+    """One of this machine that nobody has, for ranks to meet at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def _run(rank: int, result: str, work: Work, size: int, port: int, timeout_s: float, backend: str, fused: bool) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     faulthandler.enable()
-    threading.Thread(target=_tell_stacks, args=(_STACKS_AFTER_S * (_TIMES_LONGER_FUSED if fused else 1),), daemon=True).start()
+    threading.Thread(target=_tell_stacks, args=(_STACKS_AFTER_S,), daemon=True).start()
     on_gpu: Any = nullcontext()  # on the CPU no mode is on: under one, torch does not capture Tensor.unflatten
     if backend in ("nccl", ONE_GPU):
         on_gpu = torch.device("cuda", rank if backend == "nccl" else 0)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +24,7 @@ from hytrain_fx.api import session_of
 
 from .loops import assert_same, weights
 from .pipeline_loops import TIED, Pipeline
-from .rank_loops import compiled, net, started, tokens_of
+from .rank_loops import compiled, free_port, net, started, tokens_of
 from .threads import threads_left
 
 LIMIT_S = 60.0  # of the group; its first wait is longer yet
@@ -171,9 +169,10 @@ def closed_by_one(how: str, rank: int, size: int) -> dict[str, Any]:
     step(model, optimizer, rank, 0)
     if rank == size - 1:
         session_of(model).engine.fail_next_update(1)
-    found: dict[str, Any] = {"steps": [said_by(partial(step, model, optimizer, rank, number))[0] for number in (1, 2)][-1]}
+    said = [said_by(partial(step, model, optimizer, rank, number))[0] for number in (1, 2)]
     said_by(lambda: hytrain_fx.close(model))
-    return {**found, "threads": threads_left(), "empty": [p.untyped_storage().nbytes() for p in model.parameters()].count(0)}
+    empty = [p.untyped_storage().nbytes() for p in model.parameters()].count(0)
+    return {"steps": said[-1], "threads": threads_left(), "empty": empty}
 
 
 @pytest.mark.sample(0)
@@ -214,11 +213,9 @@ with graphs_interpreted():
 
 def ranks_that_end(*arguments: str) -> list[subprocess.Popen[str]]:
     """Two processes that run `ENDS`, with the interpreter's own end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     root = str(Path(__file__).resolve().parents[2])
-    script = [sys.executable, "-c", textwrap.dedent(ENDS), *arguments]
+    script = [sys.executable, "-c", ENDS, *arguments]
     return [subprocess.Popen(script, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""},
                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
 
