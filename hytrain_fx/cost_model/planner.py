@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from hytrain_fx.cost_model.budget import Budget, budget_inputs, inputs_of
 from hytrain_fx.cost_model.cuts import at_a_cut, cuts_of, fastest
@@ -60,8 +60,8 @@ _SHARES_TRIED = (1.0, 0.93)
 # Copies and updates that share the host's memory are slower than what the share was solved with: it
 # is looked for from this part of that share on, in so many rounds.
 _LEAST_PART, _ROUNDS = 0.55, 7
-# Shares that are tried where the host has no room for the slots of all that is on it.
-_SHARES_THAT_MAY_FIT = (0.25, 0.5, 0.75, 0.9, 1.0)
+SHARES_THAT_MAY_FIT: Final = (0.25, 0.5, 0.75, 0.9, 1.0)
+"""Shares that are tried where the host has no room for the slots of all that is on it."""
 
 
 def plan(
@@ -186,7 +186,7 @@ class _Maker:
     def _fitting(self) -> list[Plan]:
         """Plans with shares that both memories hold; with none nothing fits."""
         found = []
-        for share in _SHARES_THAT_MAY_FIT:
+        for share in SHARES_THAT_MAY_FIT:
             with suppress(PlanError):
                 made = self.settle(self._mixed(0, share))
                 found.append(replace(made, notes=(*made.notes, "the host's memory holds the states only with a share streamed")))

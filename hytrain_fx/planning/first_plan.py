@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from hytrain_fx.config import Config
-from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.cost_model.planner import SHARES_THAT_MAY_FIT, prefix_plan
 from hytrain_fx.cost_model.reasons import given_share_reason
 from hytrain_fx.errors import ConfigError, HostMemoryError, UnsupportedError
 from hytrain_fx.ir.plan import Placement, Plan, renumbered
@@ -41,9 +41,11 @@ def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Eng
     elif config.k != "auto":
         plan = fixed_plan(config, known)
     else:
-        require_room(config, known, sizes.device_bytes_per_param(), sizes.host_bytes_per_param(), device_bytes=device_bytes,
-                     slots=not streams)
-        plan = plan_until_measured(config, known, lambda unit: sizes.host_bytes(units.rows_of(unit)))
+        most_k = most_on_device(config, known, sizes.device_bytes_per_param(), device_bytes)
+        shares = _shares(config, streams=streams)
+        require_room(config, known, sizes.host_bytes_per_param(), most_k=most_k, most_streamed=shares[-1])
+        plan = plan_until_measured(known, lambda unit, place: sizes.host_bytes(units.rows_of(unit), place), most_k=most_k, shares=shares,
+                                   limit_bytes=host_budget_bytes(config.host_memory))
     if plan.numel(Placement.STREAM) and not engine.can_stream:
         asked = f"stream={config.stream!r}" if config.plan is None else "the given plan"
         raise UnsupportedError(f"{asked} streams states, and the {engine.name} engine cannot; expected engine=\"native\", or "
@@ -63,29 +65,41 @@ def fixed_plan(config: Config, units: Sequence[Unit]) -> Plan:
                        streamed_reason=lambda unit: given_share_reason(unit, k))
 
 
-def require_room(
-    config: Config, units: Sequence[Unit], device_bytes_per_param: float, host_bytes_per_param: float, *, device_bytes: float, slots: bool
-) -> None:
+def _shares(config: Config, *, streams: bool) -> tuple[float, ...]:
+    """Shares that may be streamed before times are known, the smallest first."""
+    if config.stream != "auto":
+        return (given_share(config),)
+    return (0.0, *SHARES_THAT_MAY_FIT) if streams else (0.0,)
+
+
+def most_on_device(config: Config, units: Sequence[Unit], bytes_per_param: float, device_bytes: float) -> int:
+    """How many leading units `gpu_states` lets rest on the device.
+
+        bytes_per_param    of states and gradient there
+        device_bytes       what the device has: with gpu_states="auto" no more is known before steps
+                           have run
+    """
+    if config.gpu_states == "auto":
+        room = device_bytes
+    else:
+        total = bytes_per_param * sum(unit.params for unit in units)
+        room = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
+    return sum(nbytes <= room for nbytes in accumulate(bytes_per_param * unit.params for unit in units))
+
+
+def require_room(config: Config, units: Sequence[Unit], host_bytes_per_param: float, *, most_k: int, most_streamed: float) -> None:
     """Raise where `gpu_states` and the host's memory together hold no plan.
 
     ConfigError for an option, HostMemoryError for the machine.
 
-        device_bytes    what the device has: with gpu_states="auto" no more is known before steps
-                        have run
-        slots           whether every unit on the host has a slot for its gradient; streamed units
-                        have none
+        most_k           units that may rest on the device
+        most_streamed    share of the others that may be streamed: it has no slots for gradients
     """
-    total = device_bytes_per_param * sum(unit.params for unit in units)
-    if config.gpu_states == "auto":
-        on_device = device_bytes
-    else:
-        on_device = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
-    most = sum(nbytes <= on_device for nbytes in accumulate(device_bytes_per_param * unit.params for unit in units))
-    needed = sum(host_bytes_per_param * unit.params + (unit.grad_bytes if slots else 0) for unit in units[most:])
+    needed = sum(host_bytes_per_param * unit.params + (1 - most_streamed) * unit.grad_bytes for unit in units[most_k:])
     limit = host_budget_bytes(config.host_memory)
     if needed <= limit:
         return
-    why = (f"gpu_states={config.gpu_states!r} leaves the states of {len(units) - most} of {len(units)} units to the host, "
+    why = (f"gpu_states={config.gpu_states!r} leaves the states of {len(units) - most_k} of {len(units)} units to the host, "
            f"{math.ceil(needed)} bytes")
     if config.host_memory is None:
         raise HostMemoryError(f"no plan fits the memory: {why}; the host has {limit} bytes for them. Keep more of them on the device "
@@ -94,17 +108,36 @@ def require_room(
                       "more of one of the two")
 
 
-def plan_until_measured(config: Config, units: Sequence[Unit], host_bytes: Callable[[Unit], int]) -> Plan:
+def plan_until_measured(
+    units: Sequence[Unit], host_bytes: Callable[[Unit, Placement], int], *, most_k: int, shares: Sequence[float], limit_bytes: int
+) -> Plan:
     """Every unit on the host, except the first ones if it does not hold them all.
 
-    `host_bytes` gives the bytes of a unit's states there.
+    Where more than `most_k` would have to be on the device, these are, and of the others the least
+    of `shares` is streamed with which the host holds them, as what is streamed has no slots there.
+
+        host_bytes    what a unit takes of the host in either placement
+        shares        the smallest first
     """
-    limit = host_budget_bytes(config.host_memory)
-    left = [host_bytes(unit) for unit in units]
-    k = 0
-    while k < len(units) and sum(left[k:]) > limit:
-        k += 1
-    fits = f"the host's {limit / 2**30:.1f} GiB hold the states of the last {len(units) - k} units"
-    why = "times are not measured yet" if k == 0 else fits
-    return prefix_plan(units, k, source=FIRST_STEPS, reason=lambda unit: why, share=given_share(config),
-                       streamed_reason=lambda unit: given_share_reason(unit, k))
+    by_cpu = [host_bytes(unit, Placement.CPU) for unit in units]
+    least_k = next(k for k in range(len(units) + 1) if sum(by_cpu[k:]) <= limit_bytes)
+    k = min(least_k, most_k)
+    on_host = len(units) - k
+    fits = f"the host's {limit_bytes / 2**30:.1f} GiB hold the states of the last {on_host} units"
+    why = "times are not measured yet" if on_host == len(units) else fits
+
+    def streamed_why(unit: int) -> str:
+        return given_share_reason(unit, k) if k == least_k else "streamed: the host has no room for the slots of all that is on it"
+
+    def of_share(share: float) -> Plan:
+        return prefix_plan(units, k, source=FIRST_STEPS, reason=lambda unit: why, share=share, streamed_reason=streamed_why)
+
+    if k == least_k:
+        return of_share(shares[0])
+    fitting = (plan for plan in map(of_share, shares) if _bytes_on_host(plan, units, host_bytes) <= limit_bytes)
+    return next(fitting, None) or of_share(shares[-1])
+
+
+def _bytes_on_host(plan: Plan, units: Sequence[Unit], host_bytes: Callable[[Unit, Placement], int]) -> float:
+    return sum(host_bytes(units[row.unit], row.placement) * row.numel / units[row.unit].params
+               for row in plan.rows if not row.placement.rests_on_device)

@@ -183,9 +183,9 @@ class StateSizes:
         apart = sum(map(self._states.out_bytes, self._rows))
         return (self._states.host_bytes(self._rows, Placement.STREAM) + apart + self.wider_bytes()) / self._numel
 
-    def host_bytes(self, rows: Sequence[int]) -> int:
-        """Host memory that these rows take there, with their slots."""
-        return self._states.host_bytes(rows)
+    def host_bytes(self, rows: Sequence[int], place: Placement) -> int:
+        """Host memory that these rows take there in this placement, with their slots."""
+        return self._states.host_bytes(rows, place)
 
     def wider_bytes(self) -> int:
         """Bytes by which gradients of rows with 16-bit copies are larger at rest than on their way.
