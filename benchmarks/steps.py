@@ -139,7 +139,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         row |= kernel_time(lambda: trainer.step(next(data)), trainer.finish)
         row["idle_share"] = idle_share(row["kernel_busy_s"], row["step_s"])
     if arguments.launching:
-        row["launching"] = launching(lambda: trainer.step(next(data)), trainer.finish, trainer.launching_s)
+        row["launching"] = launching(lambda: trainer.step(next(data)), trainer.finish, trainer.launching_s,
+                                      model if case.mode == "ours" else None)
     if not any(getattr(arguments, name) for name in LOOKS):
         return row
     print(json.dumps(row), flush=True)  # what follows may outlast a time limit, and the row is made

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.launching import STEPS, launching, switches
+import hytrain_fx
+from benchmarks.launching import STEPS, launching, nodes, switches
+from hytrain_fx.api import session_of
+
+from .models import Mlp
 
 
 def _thread(folder: Path, number: int, name: str, voluntary: int, taken: int, moved: int | None) -> None:
@@ -51,3 +56,26 @@ def test_steps_in_a_row_and_after_a_drain_and_their_calls() -> None:
     assert found["in_a_row"]["launching_ms"] == found["each_after_a_drain"]["launching_ms"] == 2.0
     assert found["calls"]["aten::mm"]["a_step"] == 3.0
     assert launching(step, finish, lambda: None)["in_a_row"]["launching_ms"] is None
+
+
+def test_nodes_are_timed_in_every_step_and_left_as_they_were() -> None:
+    """Each is counted as often as it ran; the engine has a part of its time."""
+    model, batch = Mlp(), torch.randn(5, 6)
+    optimizer: Any
+    _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters()), k=0)
+
+    def step() -> None:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    session = session_of(model)
+    before = session.nodes.runs.copy()
+    found = nodes(step, session.drain, model)
+    ran = session.nodes.runs - before
+    assert {name: of["a_step"] for name, of in found.items()} == {"wait": 4.0, "offload_and_step": 4.0, "release": 3.0, "backward_end": 1.0}
+    assert ran["backward_end"] == STEPS
+    assert all(0 < of["engine_us"] < of["us_each"] for of in found.values())
+    assert not set(found) & (set(vars(session.nodes)) | set(vars(session.engine)))
+    hytrain_fx.close(model)
