@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.errors import EngineError, HostMemoryError, PlanError
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.planning.first_plan import FIRST_STEPS
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session import eager_reads
@@ -306,4 +307,29 @@ def test_the_wait_at_a_graph_break_is_no_work(monkeypatch: pytest.MonkeyPatch) -
     assert found.discipline.barrier == "before_forward"
     assert "first graph break" in found.details()
     session.engine.set_delay(Stage.H2D, 0)
+    hytrain_fx.close(model)
+
+
+def test_the_first_steps_keep_to_gpu_states() -> None:
+    """What the host has no slots for is streamed, where the device may not hold it.
+
+    The bits are the plain loop's. With slots for all, two of five units would be on the device.
+    """
+    results = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = Deep()
+        optimizer: Any = HandAdam(model.parameters(), **HYPER)
+        if ours:
+            adamw = torch.optim.AdamW(model.parameters(), **HYPER)
+            _, optimizer = hytrain_fx.compile(model, adamw, gpu_states=0.3, stream=0.5, host_memory=4600, replan_every=0)
+            plan = session_of(model).planning.plan
+            assert (plan.k, plan.source) == (1, FIRST_STEPS)
+            assert plan.numel(Placement.GPU) < plan.numel(Placement.STREAM)
+        else:
+            model.compile()
+        results.append((train(model, optimizer, _whole), weights(model)))
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
     hytrain_fx.close(model)
