@@ -63,6 +63,7 @@ class Event(StrEnum):
     LOOK = "what a move has brought is to be seen"
     LENGTHS = "steps have another length"
     DISCIPLINE = "updates begin otherwise than the plan was solved for"
+    SHORT = "memory ran out, and states leave the device"
     ROOM = "memory ran out, and may be free again"
     DOUBTED = "steps take longer than all states on the device would"
     DOUBT_CONFIRMED = "so they do with times measured again"
@@ -137,6 +138,7 @@ _RULES: dict[State, dict[Event, _Next]] = {
         Event.PAID: (State.SETTLED, Action.NOTHING),
         Event.VAIN: (State.SETTLED, Action.BACK),
         Event.FAILED: (State.SETTLED, Action.NOTHING),
+        Event.SHORT: (State.SETTLED, Action.NOTHING),
     },
     State.FIXED: {},
 }
@@ -350,7 +352,7 @@ class Controller:
                 self._retry = done + (self.patience.factor - 1) * self._window
             case _:
                 pass
-        if event in (Event.PAID, Event.VAIN) or (event is Event.FAILED and was is State.TRYING):
+        if event in (Event.PAID, Event.VAIN) or (event in (Event.FAILED, Event.SHORT) and was is State.TRYING):
             self._promise.rest(done + self.patience.of(REST_STEPS))
             self._measured_for.discard(Event.DOUBTED)
         if event in (Event.MOVED, Event.PLACED, Event.REFUSED):

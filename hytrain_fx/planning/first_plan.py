@@ -79,12 +79,11 @@ def most_on_device(config: Config, units: Sequence[Unit], bytes_per_param: float
         device_bytes       what the device has: with gpu_states="auto" no more is known before steps
                            have run
     """
-    if config.gpu_states == "auto":
-        room = device_bytes
-    else:
+    room = device_bytes
+    if config.gpu_states != "auto":
         total = bytes_per_param * sum(unit.params for unit in units)
         room = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
-    return sum(nbytes <= room for nbytes in accumulate(bytes_per_param * unit.params for unit in units))
+    return sum(bytes_per_param * params <= room for params in accumulate(unit.params for unit in units))
 
 
 def require_room(config: Config, units: Sequence[Unit], host_bytes_per_param: float, *, most_k: int, most_streamed: float) -> None:

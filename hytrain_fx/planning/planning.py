@@ -230,19 +230,19 @@ class Planning:
                 with self._looks():
                     self._balance()
             case Action.TRY:
-                assert self.profile is not None
-                self._before_trial = self.plan
-                self.want(self.solver.all_on_device(self.profile, self.guard, self.discipline), decision.why)
+                self._before_trial, of = self.plan, self.profile
+                self.want(None if of is None else self.solver.all_on_device(of, self.guard, self.discipline), decision.why)
             case Action.BACK:
                 self.want(self._before_trial, decision.why)
-        if decision.event in (Event.PAID, Event.VAIN):
+        if decision.event in (Event.PAID, Event.VAIN, Event.SHORT):
             self._stream_trial.ended(paid=decision.event is Event.PAID)
         if decision.event in _NOTED and decision.why not in self.plan.notes:
             self.history[-1] = replace(self.plan, notes=(*self.plan.notes, decision.why))
 
     def want(self, plan: Plan | None, why: str) -> None:
-        """Put the plan in force before the next forward that finds no gradient in place."""
-        assert plan is not None
+        """In force before the next forward that finds no gradient in place; None fits no more."""
+        if plan is None:
+            return self.do(self.controller.hear(Event.SHORT))
         self._due = _Due(Event.PLACED, replace(plan, notes=(*plan.notes, why)))
 
     def _balance(self) -> None:

@@ -39,7 +39,7 @@ class Solver:
         self._sizes = sizes
         self._can_stream = can_stream
         self.most_bytes: int | None = None
-        self._of_all: tuple[Profile, Plan | None] | None = None  # all on the device, for a profile
+        self._of_all: tuple[Profile, int | None, Plan | None] | None = None  # all on the device, for a profile and `most_bytes`
         self._depths: dict[tuple[PlanRow, ...], FetchDepth] = {}  # of plans that may come into force
 
     @property
@@ -126,9 +126,9 @@ class Solver:
 
     def all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
         """All states on the device, None where they do not fit. Solved once for a profile."""
-        if self._of_all is None or self._of_all[0] is not profile:
-            self._of_all = (profile, self._all_on_device(profile, guard, discipline))
-        return self._of_all[1]
+        if self._of_all is None or self._of_all[0] is not profile or self._of_all[1] != self.most_bytes:
+            self._of_all = (profile, self.most_bytes, self._all_on_device(profile, guard, discipline))
+        return self._of_all[2]
 
     def on_device_us(self, profile: Profile | None, guard: float, discipline: Discipline, present: Plan) -> float | None:
         """Predicted for all states on the device, where steps under a plan are compared with it.
@@ -166,7 +166,8 @@ class Solver:
         """What a plan is solved within: memory, and how the runtime works."""
         config, sizes = self._config, self._sizes
         all_states = profile.params * sizes.device_bytes_per_param()
-        budget = device_budget_bytes(config.gpu_states, self._device, all_states, self._resident_bytes())
+        # A byte more, as sums of fractions are not exact: all states are to fit a share of 1.0.
+        budget = device_budget_bytes(config.gpu_states, self._device, all_states, self._resident_bytes()) + 1
         if self.most_bytes is not None:
             budget = min(budget, self.most_bytes)
         return {

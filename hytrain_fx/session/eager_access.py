@@ -72,6 +72,7 @@ class EagerAccess:
         self.gradient_rows: set[int] = set()
         self._gradient_read: set[int] = set()  # `id` of parameters whose real `.grad` somebody has got since the last step()
         self.last_gradient_rows: set[int] = set()
+        self.move_waits = False  # for weights that are not the training's
         self.writes = OutsideWrites(table, engine, states, held)
         on_change = nodes.gradients.groups.forget
         self.copies = AutocastCopies(table, engine, states, self.writes, held, wanted=copies, on_change=on_change)
@@ -296,6 +297,43 @@ class EagerAccess:
         """
         self.host_copies.follow()
         self.touched |= self.writes.follow(self.touched)
+
+    def follow_safely(self, *, before_move: bool = False) -> None:
+        """The same before `step()`, where 16-bit weights may come back until then.
+
+        before_move   those that rest elsewhere are followed too: they move with their states
+
+        Raises UnsupportedError.
+        """
+        self.host_copies.follow()
+        self.touched |= self.writes.follow_safely(self.touched, self._states.streamed if before_move else ())
+
+    def not_followed(self) -> set[int]:
+        """Rows whose weights are written, and may come back before `step()`."""
+        return self.writes.not_followed(self.touched)
+
+    def before_states(self, *, may_stay: bool) -> None:
+        """Before states are read or written. They are at rest.
+
+        may_stay   16-bit weights that were written are read beside their masters
+                   (`StateStore.whole_as_written`), so that reading changes nothing; not where other
+                   ranks have a part of them
+        """
+        if self._is_over():
+            return
+        if may_stay and not self._nodes.gathered:
+            self.follow_safely()
+        else:
+            self.follow_written_weights()
+
+    def may_move(self) -> bool:
+        """Whether states may move now.
+
+        Not while a weight that rests elsewhere is not the training's: its home would have to be
+        written too, and the loop may put back what was there.
+        """
+        self.move_waits = bool(self._states.streamed) and any(row in self._states.streamed for row in self.not_followed())
+        return not self.move_waits
 
     def before_step(self) -> tuple[int, ...]:
         """Follow written weights; the rows whose weights somebody else holds."""

@@ -71,8 +71,10 @@ class StatesGiveWay:
         try:
             fewer = planning.solver.solved(planning.profile, planning.guard, planning.discipline)
         except PlanError:
+            planning.solver.most_bytes = most_bytes
             return False  # the host has no room
         planning.do(planning.controller.hear(Event.LOST, why))  # what is being measured is of the plan before
+        planning.do(planning.controller.hear(Event.SHORT, why))  # and what is being tried would bring more to the device again
         planning.want(fewer, why)
         self.since_step = planning.last.steps_done
         return True

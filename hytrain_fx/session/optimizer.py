@@ -102,6 +102,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._stages.dropped(self.session)
         if set_to_none:
             self.session.zero_grad()
+            if self.session.eager.move_waits:  # weights may be the training's here
+                with self.session.turns.state:
+                    self.session.follow_plan()
         else:
             super().zero_grad(set_to_none=False)
             if self.session.nodes.of_ranks:

@@ -57,14 +57,15 @@ def tie_weights(stages: Stages, names: Iterable[Sequence[str]]) -> None:
     used; until then `.grad` is what each stage has made. Then every copy has the same update.
 
     Raises ConfigError, on every rank, where a weight is not in two ranks' stages, or its copies or
-    their options differ; UnsupportedError for two copies on one rank, moments in bf16, a weight
-    that is not contiguous, and for a model that is not compiled as a stage.
+    their options differ; UnsupportedError for two copies on one rank, a weight that is tied
+    already, moments in bf16, a weight that is not contiguous, and for a model that is not compiled
+    as a stage.
     """
     _, sessions, here = stages_of(stages)
     with told_to_ranks("tie_weights", lambda: here.ranks):
         asked = [(of,) if isinstance(of, str) else tuple(of) for of in names]
         found = [_copies_here(sessions, of) for of in asked]
-        own = [_told(of, copies) for of, copies in zip(asked, found, strict=True)]
+        own = [_told(of, copies, here) for of, copies in zip(asked, found, strict=True)]
     here.ranks.require_alike("names of tied weights", tuple(map(str, asked)))
     told = here.ranks.of_all("the copies of tied weights", own)
     all_holders = [_holders(of, [rank[number] for rank in told]) for number, of in enumerate(asked)]
@@ -110,7 +111,7 @@ class _Told(NamedTuple):
     problem: str | None = None
 
 
-def _told(names: Sequence[str], copies: Sequence[tuple[Session, int]]) -> _Told:
+def _told(names: Sequence[str], copies: Sequence[tuple[Session, int]], here: RankStages) -> _Told:
     if not copies:
         return _Told(None)
     if len(copies) > 1:
@@ -120,6 +121,8 @@ def _told(names: Sequence[str], copies: Sequence[tuple[Session, int]]) -> _Told:
     group = next(group for group in session.groups if any(p is parameter for p in group["params"]))
     options = {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")}
     form = f"{tuple(parameter.shape)} {parameter.dtype} {options}"
+    if any(weight.row == row for weight in here.ties(session)):
+        return _Told(form, f"{name} is tied already; name all its copies in one call, and call tie_weights once")
     if not parameter.is_contiguous():
         return _Told(form, f"{name} is not contiguous; make it so before compile()")
     if group.get(MOMENTS) == "bf16":

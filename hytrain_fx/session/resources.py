@@ -12,7 +12,7 @@ Told in the log `hytrain_fx` (level INFO) and kept for `explain`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -79,13 +79,19 @@ class Resources:
 
     # ---- taking it ----
 
-    def allocate(self, placed: Sequence[PlacedPiece], ranks: Ranks | None) -> None:
-        """Allocate all states where they are placed.
+    def allocate(self, where: Callable[[], Sequence[PlacedPiece]], ranks: Ranks | None) -> None:
+        """Allocate all states where they are to rest, which is asked for here.
 
-        ranks   are to compare what they read of first weights, when all have
+        ranks   of all of them none takes memory before each has asked: what a rank has taken, a
+                later one would not find. They are to compare what they read of first weights, when
+                all have
 
-        Raises HostMemoryError, and what the source of first weights raises.
+        Raises what `where` does, HostMemoryError, and what the source of first weights raises.
         """
+        with told_to_ranks("compile()", lambda: ranks):
+            placed = where()
+        if ranks:
+            ranks.tell("where states are to rest", ())
         self.announce(placed)
         compare = ranks if self.first_rows else None
         with self._clock.phase(Phase.MASTERS), told_to_ranks("its loader", lambda: compare):

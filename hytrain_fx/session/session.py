@@ -107,7 +107,7 @@ class Session:
         self.finite_steps.use(self.config.on_nonfinite)
         self.speculate(self.config.speculate, self.table.device.type == "cuda")
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks, self.ranks)
-        self.resources.allocate(self.planning.first_placement(), self.ranks)
+        self.resources.allocate(self.planning.first_placement, self.ranks)
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors, self.nodes.running)
         copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
@@ -155,7 +155,7 @@ class Session:
         self.eager.enter_forward()
         if torch.is_grad_enabled():  # in an evaluation weights may be there that are not the training's (an average of them)
             with self.clock.phase(Phase.PLAN):
-                self._follow_plan()
+                self.follow_plan()
             self.nodes.gradients.parts.call_begins()
             self._outside.called()
         if self.clock.running:
@@ -167,13 +167,13 @@ class Session:
         self.plain.begin()
         self.depth = 1  # not before: after an error in here the next forward is an outer one again
 
-    def _follow_plan(self) -> None:
+    def follow_plan(self) -> None:
         """Put a due plan in force, if no gradient is alive (it would lose its slot).
 
         Raises nothing.
         """
         planning = self.planning
-        if not planning.is_due or self.nodes.gradients.any_in_place():
+        if not planning.is_due or self.nodes.gradients.any_in_place() or not self.eager.may_move():
             return
         with planning.making_a_plan():
             if planning.profile is None:
@@ -328,7 +328,7 @@ class Session:
     def place(self, plan: Plan) -> None:
         """Move the states to where `plan` has them. All gradients must have been dropped."""
         self.drain()
-        self.follow_written_weights()  # or a master that moves to the device would be written over them
+        self.eager.follow_safely(before_move=True)  # or a master that moves to the device would be written over them
         self.nodes.gradients.before_move()
         self.engine.discard(range(self.engine.rows))  # gradients that were dropped by hand still count as there
         wanted = self.planning.units.pieces_of(plan)

@@ -53,7 +53,7 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         write = partial(self._write, parameter)
         if parameter not in self:
             return StateEntry({}, write)
-        row = self._at_rest(parameter)
+        row = self._at_rest(parameter, reads=True)
         with torch.inference_mode():  # torch refuses to write to what is made here
             return StateEntry(_read_row(self._session, row) or {}, write)
 
@@ -91,20 +91,20 @@ class ParameterStates(MutableMapping[torch.Tensor, dict[str, Any]]):
         else:
             self.pop(parameter, None)
 
-    def _at_rest(self, parameter: torch.Tensor) -> int:
+    def _at_rest(self, parameter: torch.Tensor, *, reads: bool = False) -> int:
         self._session.states.require_whole()
         row = self._session.table.row_of.get(id(parameter), -1)
         if row < 0:
             raise KeyError(f"a {type(parameter).__name__} that is no parameter of the optimizer when the model was compiled")
         self._session.drain()
-        self._session.follow_written_weights()
+        self._session.eager.before_states(may_stay=reads and own_entries(self._session) is None)
         return row
 
 
 def read_states(session: Session) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     """Every entry of `ParameterStates` as copies of its own. The session must be drained."""
     session.states.require_whole()
-    session.follow_written_weights()
+    session.eager.before_states(may_stay=own_entries(session) is None)
     rows = filter(partial(_has_entry, session), range(len(session.table)))
     read = ((row, _read_row(session, row)) for row in rows)
     trained = {session.table.parameters[row]: entry for row, entry in read if entry is not None}
@@ -158,10 +158,10 @@ def _read_own(session: Session, own: OwnEntries, row: int) -> dict[str, torch.Te
 
 
 def whole_states(session: Session, row: int) -> RowStates:
-    """As `StateStore.whole`, with what other ranks keep."""
-    states, gathered = session.states.whole(row), session.nodes.gathered
-    if gathered is None or row not in session.table.shards:
-        return states
+    """As `StateStore.whole_as_written`, with what other ranks keep."""
+    if (gathered := session.nodes.gathered) is None or row not in session.table.shards:
+        return session.states.whole_as_written(row)
+    states = session.states.whole(row)
     whole = partial(gathered.whole, row)  # not of slots, which a rank has or not, as its plan says
     return RowStates(states.table, whole(states.master), tuple(map(whole, states.states)))
 

@@ -38,7 +38,8 @@ class TiedWeight:
         self._ranks = ranks
         self._runs = runs
         self._sum: torch.Tensor | None = None
-        self._summed_at = -1  # how many backwards there were then
+        self._summed_at = -1  # how many backwards of graphs there were then
+        self._is_summed = False  # since the last step
 
     def begin_alike(self) -> None:
         """Give this copy the values of the first rank's. One that has them is not written."""
@@ -55,7 +56,7 @@ class TiedWeight:
         UnsupportedError where a backward has added to a sum, RankError where a rank does not come.
         """
         backwards = self._runs["backward_end"]
-        if self._summed_at == backwards:
+        if self._summed_at == backwards and (backwards > 0 or self._is_summed):  # of a stage that runs eagerly none is counted
             return
         with torch.no_grad(), without_torch_function():
             grad = get_grad(self.parameter)
@@ -67,7 +68,7 @@ class TiedWeight:
             summed = self._added(values)
             if values is not None or summed is not None:
                 set_grad(self.parameter, summed)
-        self._sum, self._summed_at = summed, backwards
+        self._sum, self._summed_at, self._is_summed = summed, backwards, True
 
     def _added(self, own: torch.Tensor | None) -> torch.Tensor | None:
         """The sum over the ranks; None where no rank has a gradient."""
@@ -83,4 +84,4 @@ class TiedWeight:
 
     def dropped(self) -> None:
         """A step has taken the gradient, or it is gone."""
-        self._sum = None
+        self._sum, self._is_summed = None, False

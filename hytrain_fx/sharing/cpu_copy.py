@@ -11,7 +11,7 @@ it. Others are copied before each share, on a stream of their own, as the device
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,14 +64,15 @@ class CpuCopy:
         ours |= {id(buffer): buffer.detach().to("cpu", copy=True) for buffer in model.buffers()}
         return copy.deepcopy(model, ours)
 
-    def refresh(self, model: nn.Module, states: StateStore, begun: torch.cuda.Event | None) -> None:
+    def refresh(self, model: nn.Module, states: StateStore, begun: torch.cuda.Event | None, written: Collection[int]) -> None:
         """Show the weights as they are now. All updates have ended, and every state is at rest.
 
-        begun   a point of the loop's stream, on a GPU: after it nobody has written a weight
+        begun     a point of the loop's stream, on a GPU: after it nobody has written a weight
+        written   rows whose weights are not those that rest on the host
         """
         with torch.no_grad(), without_torch_function():
             self._follow(model)
-            rows = [row for row in range(len(self._weights)) if not self._reads_at_home(states, row)]
+            rows = [row for row in range(len(self._weights)) if row in written or not self._reads_at_home(states, row)]
             if self._stream is None:
                 self._copy(rows)
                 return

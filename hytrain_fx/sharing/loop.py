@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -138,11 +138,12 @@ class SharedTraining:
         begin_s, span = time.perf_counter(), DeviceSpan(device)
         opened = open_share.begin(session)
         try:
-            session.follow_written_weights()  # not later: what the loop has written is read on the device, after all that is launched
+            session.eager.follow_safely()
+            written = session.eager.not_followed()  # not later: that is read on the device, after all that is launched
             span.begin()
             yield BatchPart(model, moved(halves[0], device), weights[0], device)
             span.end()
-            ours = self._prepared(session, model, span)
+            ours = self._prepared(session, model, span, written)
             cpu_s = time.perf_counter()
             open_share.on_cpu(opened, ours.has_grads)
             with self._on_their_socket(session):
@@ -161,14 +162,17 @@ class SharedTraining:
         self._pending.append((span, step))
         self._last_begin_s = begin_s
 
-    def _prepared(self, session: Session, model: nn.Module, span: DeviceSpan) -> CpuCopy:
-        """The copy on the CPU, with the weights of the device's part and without gradients."""
+    def _prepared(self, session: Session, model: nn.Module, span: DeviceSpan, written: Collection[int]) -> CpuCopy:
+        """The copy on the CPU, with the weights of the device's part and without gradients.
+
+        `written`: rows that the loop has written to.
+        """
         if self.copy is None:
             self.copy = CpuCopy(model, session.table, session.config.dynamic)
         deque(self.copy.take_grads(), maxlen=0)  # of a loop that ended in an error
         with session.turns.state, whole():
             session.drain()
-            self.copy.refresh(model, session.states, span.begun)
+            self.copy.refresh(model, session.states, span.begun, written)
         return self.copy
 
     @contextmanager

@@ -148,18 +148,53 @@ class OutsideWrites:
         """
         with torch.no_grad(), without_torch_function():
             self.follow_memory()
-            written, self._written = self._written, set()
-            now = list(map(_version_of, self._table.parameters))
-            if now != self._versions:
-                written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
-            if self._table.device.type == "cpu":
-                written.update(touched)
-            if written:
-                self._engine.drain(self._states.pieces.rows(sorted(written)))
-            for row in written:
-                self._states.follow_weight(row)
-            self.note(written)
+            written = self._perhaps_written(touched)
+            self._written = set()
+            self._follow(written)
             return written
+
+    def follow_safely(self, touched: Collection[int], but: Collection[int]) -> set[int]:
+        """The same before `step()`, but for 16-bit weights: those may come back until then.
+
+        The weight that the last update left stays known for them, wherever states move meanwhile.
+        Those of `but` are followed all the same. Gives the rows that were, or may have been,
+        written.
+        """
+        with torch.no_grad(), without_torch_function():
+            self.follow_memory()
+            written = self._perhaps_written(touched)
+            later = set(filter(self._may_come_back, written.difference(but)))
+            self._follow(written - later)
+            self._written = later
+            for row in later - self._watched.keys():
+                self._states.keep_weight(row, True)
+                self._watched[row] = 0
+            return written
+
+    def not_followed(self, touched: Collection[int]) -> set[int]:
+        """16-bit rows whose weight is not the one that the last update left."""
+        with torch.no_grad(), without_torch_function():
+            return {row for row in self._perhaps_written(touched) if self._may_come_back(row) and not self._states.is_rounded(row)}
+
+    def _perhaps_written(self, touched: Collection[int]) -> set[int]:
+        written = set(self._written)
+        now = list(map(_version_of, self._table.parameters))
+        if now != self._versions:
+            written.update(row for row, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
+        if self._table.device.type == "cpu":
+            written.update(touched)
+        return written
+
+    def _may_come_back(self, row: int) -> bool:
+        """Whether its master has bits that a written weight would take from it."""
+        return _dtype_of(self._table.parameters[row]) != torch.float32 and self._states.knows_last_weight(row)
+
+    def _follow(self, written: Collection[int]) -> None:
+        if written:
+            self._engine.drain(self._states.pieces.rows(sorted(written)))
+        for row in written:
+            self._states.follow_weight(row)
+        self.note(written)
 
     def follow_copies(self, touched: Collection[int]) -> None:
         """Take what was written to fp32 memory of rows with copies for masters and copies.

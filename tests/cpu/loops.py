@@ -58,8 +58,13 @@ class HandAdam(torch.optim.Optimizer):
             self.state[parameters[number]] = copy.deepcopy(saved)  # torch's casts masters to the parameters' dtype
 
     def state_dict(self) -> dict[str, Any]:
+        """Written elements of weights are in the masters of what is given; the optimizer's stay."""
+        kept = {p: state["master"].clone() for p, state in self.state.items() if state}
         self._follow_written()
-        return super().state_dict()
+        found = copy.deepcopy(super().state_dict())
+        for p, master in kept.items():
+            self.state[p]["master"] = master
+        return found
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -279,6 +279,13 @@ def every_loop(schedule: str, kinds: Sequence[tuple[str, torch.dtype]], rank: in
     return {f"{loop} {dtype}": tuple(trained(schedule, loop, dtype, None, ours) for ours in (False, True)) for loop, dtype in kinds}
 
 
+def eagerly(eager: Sequence[int], rank: int, size: int) -> dict[str, tuple[Found, ...]]:
+    """A tied weight whose stages on these ranks have no compiled graph."""
+    if rank in eager:
+        setattr(Part, "forward", torch.compiler.disable(Part.forward))  # noqa: B010  # mypy: a method
+    return every_loop("1F1B", [("tied clipped", torch.float32)], rank, size)
+
+
 def copies(rank: int, size: int) -> dict[str, list[tuple[int, int, int]]]:
     """By loop: rows, gradients sent to the host and brought back, in each of three steps.
 
@@ -334,6 +341,7 @@ def refused(rank: int, size: int) -> list[str]:
         group.clear()
         group.update(before)
     hytrain_fx.tie_weights(run.parts, [TIED])
+    errors.append(_error_of(lambda: hytrain_fx.tie_weights(run.parts, [TIED])))
     run.backward(0)
     run.clip(0.5)
     run.backward(1)

@@ -116,6 +116,32 @@ def test_weights_written_between_steps_reach_the_cpu(twins: Twins, by_hand: ByHa
         twins.agree(loop)
 
 
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_weights_that_come_back_after_a_batch_keep_their_masters(twins: Twins, by_hand: ByHand, place: Placement) -> None:
+    """Both parts are trained with the halved weights, and the step goes on from the whole ones."""
+
+    def halved(model: Any, optimizer: Any) -> list[float]:
+        with torch.no_grad():
+            for p, was in zip(model.parameters(), before, strict=True):
+                p.copy_(was)
+        return []
+
+    before: list[torch.Tensor] = []
+
+    def loop(model: Any, optimizer: Any, batches: Any) -> list[float]:
+        losses = in_parts(by_hand, 2)(model, optimizer, batches)
+        for _ in range(2):
+            with torch.no_grad():
+                before[:] = [p.detach().clone() for p in model.parameters()]
+                for p in model.parameters():
+                    p.mul_(0.5)
+            losses += in_parts(by_hand, 1, after=halved)(model, optimizer, batches)
+        return losses + in_parts(by_hand, 2)(model, optimizer, batches)
+
+    twins.session.place(plan_of(twins.session, [place]))
+    twins.agree(loop)
+
+
 def test_weights_that_the_cpu_updates_are_read_where_they_rest(twins: Twins, by_hand: ByHand) -> None:
     """The copy has memory of its own only for weights whose states are on the device."""
     for place, own in ((Placement.CPU, 0), (Placement.GPU, len(twins.session.table))):

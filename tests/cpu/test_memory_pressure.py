@@ -251,6 +251,34 @@ def test_again_and_again_until_nothing_is_left() -> None:
     assert SHORT["forward"] == 100 - halves - 1
 
 
+def test_a_host_without_room_for_half_leaves_no_limit() -> None:
+    """Nothing moves, and later plans are solved as before."""
+    states_bytes = 16 * sum(p.numel() for p in Net().parameters())  # with slots
+    model, optimizer = started(host_memory=int(0.45 * states_bytes))
+    train(model, optimizer, range(WARMED, SHORT_STEP))
+    before, solver = on_device(model), session_of(model).planning.solver
+    SHORT["forward"] = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.randn(8, WIDTH))
+    assert solver.most_bytes is None
+    train(model, optimizer, range(SHORT_STEP, SHORT_STEP + 2))
+    assert on_device(model) == before
+
+
+def test_what_no_longer_fits_is_not_tried() -> None:
+    """All states on the device were wished for, and memory ran out before that came into force."""
+    model, optimizer = started()
+    planning = session_of(model).planning
+    train(model, optimizer, range(WARMED, SHORT_STEP + 2), at(SHORT_STEP, "forward"))
+    before = on_device(model)
+    assert planning.profile is not None
+    found = planning.solver.all_on_device(planning.profile, 1.0, planning.discipline)
+    assert found is None
+    planning.want(found, "all on the device")
+    train(model, optimizer, range(SHORT_STEP + 2, SHORT_STEP + 4))
+    assert on_device(model) == before
+
+
 def test_states_that_the_options_place_stay() -> None:
     """The error names the option."""
     model, optimizer = started(gpu_states=0.5)

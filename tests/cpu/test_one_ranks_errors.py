@@ -63,6 +63,14 @@ def of_all(rank: int, size: int) -> dict[str, Said]:
         found[f"{how} {wrong}"] = said_by(partial(load, how, wrong))
     found["loaded"] = said_by(lambda: hytrain_fx.close(load("sharded", None)))
 
+    def compile_here(**room: Any) -> None:
+        model = net(0)
+        compiled(model, gpu_states=0.0, **room)
+        hytrain_fx.close(model)
+
+    found["compile()"] = said_by(partial(compile_here, host_memory=1 if bad else None))
+    found["compiled"] = said_by(compile_here)
+
     run = Pipeline("1F1B", True, torch.bfloat16, warmup_steps=2)
     names: list[Any] = [7] if bad else [TIED]
     found["tie_weights"] = said_by(lambda: hytrain_fx.tie_weights(run.parts, names))
@@ -85,14 +93,15 @@ def test_an_error_of_one_rank_is_told_to_the_other_at_once(tmp_path: Path) -> No
     other, failed = started(of_all, 2, tmp_path, timeout_s=LIMIT_S)
     assert isinstance(other, dict), other
     expected = {"resident head.weight": ("its loader", "ValueError"), "sharded layers.1.weight": ("its loader", "ValueError"),
-                "tie_weights": ("tie_weights", "TypeError"), "stages_timeline": ("stages_timeline", "ValueError")}
+                "compile()": (r"compile\(\)", "ConfigError"), "tie_weights": ("tie_weights", "TypeError"),
+                "stages_timeline": ("stages_timeline", "ValueError")}
     for what, (doing, kind) in expected.items():
         assert failed[what][0].startswith(kind), failed[what]
         assert re.match(rf"RankError: rank 0 has come to .*, rank 1 to an error in {doing} \({kind}: [^\n]*\): all ranks", other[what][0])
         assert max(of[what][1] for of in (other, failed)) < LIMIT_S / 2
     for of in (other, failed):
         went_on = {what: said for what, (said, _) in of.items() if what not in expected}
-        assert went_on == dict.fromkeys(("loaded", "tied", "recorded"), "no error")
+        assert went_on == dict.fromkeys(("loaded", "compiled", "tied", "recorded"), "no error")
 
 
 # ---- no weights of which only some shards are new ----

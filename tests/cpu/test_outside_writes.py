@@ -17,9 +17,10 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx import errors
+from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.planner import prefix_plan
 
-from .loops import HYPER, Twins, assert_same, plain_loop, weights
+from .loops import HYPER, HandAdam, Twins, assert_same, plain_loop, weights
 from .models import Batches, mlp
 
 
@@ -270,3 +271,69 @@ def test_a_gradient_that_step_has_used_moves_with_its_model() -> None:
     assert torch.equal(gradient, expected)
     twins.ours.float()
     twins.close()
+
+
+def with_noise(model: Any, optimizer: Any, batches: Batches, read: Callable[[Any, Any], object]) -> list[float]:
+    """Each forward has noise in its weights, which are put back before step().
+
+    `read` comes meanwhile.
+    """
+    losses = []
+    for step in range(14):
+        torch.manual_seed(step)
+        with torch.no_grad():
+            before = [p.detach().clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.add_(0.01 * torch.randn_like(p))
+        loss = model(*batches[step % len(batches)])
+        read(model, optimizer)
+        loss.backward()
+        with torch.no_grad():
+            for p, was in zip(model.parameters(), before, strict=True):
+                p.copy_(was)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+READS: dict[str, Callable[[Any, Any], object]] = {
+    "nothing": lambda model, optimizer: None,
+    "one state": lambda model, optimizer: dict(optimizer.state.get(model.first.weight, {})),
+    "all states": lambda model, optimizer: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(("dtype", "options"), [
+    (torch.bfloat16, {}), (torch.bfloat16, {"k": 4}), (torch.bfloat16, {"weights": "streamed", "k": 0}), (torch.float16, {"k": 0}),
+    (torch.float32, {})], ids=str)
+def test_weights_that_come_back_before_step_keep_their_masters(dtype: torch.dtype, options: dict[str, Any], read: str) -> None:
+    """Plans come into force while noise is in the weights, and nothing of a master is lost.
+
+    Nor where states are read meanwhile. What is saved has the weights as they are.
+    """
+    results = []
+    for ours in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any
+        model, batches = mlp()
+        model = model.to(dtype)
+        batches = [tuple(of.to(dtype) for of in batch) for batch in batches]
+        optimizer: Any = HandAdam(model.parameters(), **HYPER)
+        if ours:
+            _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, **options)
+        else:
+            model.compile()
+        losses = with_noise(model, optimizer, batches, READS[read])
+        with torch.no_grad():
+            model.first.weight.mul_(0.5)
+        saved = [optimizer.state_dict()["state"][0]["master"]] if dtype != torch.float32 else []
+        results.append((losses, weights(model), saved))
+        if ours:
+            assert len(session_of(model).planning.history) > 1
+            hytrain_fx.close(model)
+    assert results[1][0] == results[0][0]
+    assert_same(results[1][1], results[0][1])
+    assert all(torch.equal(one, other) for one, other in zip(results[1][2], results[0][2], strict=True))

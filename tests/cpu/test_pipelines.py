@@ -56,6 +56,16 @@ def test_two_ranks_have_the_bits_of_the_schedule_by_hand(schedule: str, tmp_path
 
 
 @pytest.mark.sample(0)
+@pytest.mark.parametrize("eager", [(0, 1), (1,)], ids=str)
+def test_a_tied_weight_of_stages_without_graphs(eager: tuple[int, ...], tmp_path: Path) -> None:
+    """Its gradients are added up in every step, though no backward of a graph tells of one."""
+    ranks = started(partial(pipeline_loops.eagerly, eager), 2, tmp_path)
+    require_bits_by_hand(ranks, "seen")
+    (first,), (last,) = (of.values() for of in ranks)
+    assert torch.equal(first[1]["weights"]["words.weight"], last[1]["weights"]["head.weight"])
+
+
+@pytest.mark.sample(0)
 def test_fixed_plans_have_the_bits_of_the_schedule_by_hand(tmp_path: Path) -> None:
     """All states on the host, or some in each place; the number of micro-batches is any."""
     loops = pipeline_plans.LOOPS[:2]
@@ -146,15 +156,16 @@ def test_weights_that_cannot_be_tied_are_refused(tmp_path: Path) -> None:
     forwards.
     """
     of_ranks = started(pipeline_loops.refused, 2, tmp_path)
-    assert of_ranks[0][:4] == of_ranks[1][:4]
+    assert of_ranks[0][:5] == of_ranks[1][:5]
     expected = (r"ConfigError: tie_weights: expected words\.weight in stages of two ranks or more, found it on 1",
                 r"ConfigError: tie_weights: copies of words\.weight differ: .*'lr': 0\.0.* on rank 0, .*'lr': 1\.0.* on rank 1",
                 r"UnsupportedError: tie_weights: words\.weight is in a parameter group with moments in bf16",
+                r"UnsupportedError: tie_weights: words\.weight is tied already; name all its copies in one call",
                 r"UnsupportedError: a backward came after the gradients of words\.weight, .*: run all backwards of a step first")
-    for found, error in zip(of_ranks[0][:4], expected, strict=True):
+    for found, error in zip(of_ranks[0][:5], expected, strict=True):
         assert re.match(error, found)
     for errors, where in zip(of_ranks, (r"among them that of layers\.\d\.down\.bias", "in another stage"), strict=True):
-        at_once, *between, late = errors[4:]
+        at_once, *between, late = errors[5:]
         for step, error in ((1, at_once), (2, late)):
             assert re.match(rf"NonFiniteGradientError: the gradients of step {step} hold NaN or infinite values \({where}\)", error)
         assert between == ["no error", "no error"]

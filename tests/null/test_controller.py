@@ -359,6 +359,18 @@ def test_all_states_on_the_device_stay_where_their_steps_are_shorter() -> None:
     assert program.controller.hope == 400.0 / 150.0
 
 
+def test_a_trial_ends_where_memory_runs_out() -> None:
+    """The states that leave the device are not brought back by how long its steps were."""
+    program = promised(400.0)
+    until(program, lambda: 400.0, ALL_US)
+    until(program, lambda: 400.0, ALL_US)
+    decision = program.controller.hear(Event.SHORT)
+    assert decision.action is Action.NOTHING
+    assert program.controller.state is State.SETTLED
+    seen = {program.step(500.0).event for _ in range(20)}
+    assert not {Event.PAID, Event.VAIN} & seen
+
+
 @pytest.mark.parametrize(("us", "hope"), [(300.0, 1.0), (400.0, 400.0 / HOST_US)])
 def test_what_a_trial_has_shown_holds_for_steps_of_known_lengths(us: float, hope: float) -> None:
     """A new length may be the end of what disturbed the steps that were tried."""

@@ -62,6 +62,14 @@ def test_a_share_that_was_given_is_the_only_one() -> None:
     assert plan.numel(Placement.STREAM) == 4 * PARAMS
 
 
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=40), st.integers(0, 10**6))
+def test_all_of_the_states_are_all_units(sizes: list[int], fraction: int) -> None:
+    """Whatever the mean of groups with other states is, and however its multiples round."""
+    units = [Unit(i, f"unit {i}", params, (), 2 * params) for i, params in enumerate(sizes)]
+    bytes_per_param = 12 + 4 * fraction / sum(sizes)
+    assert most_on_device(Config(gpu_states=1.0), units, bytes_per_param, device_bytes=0.0) == len(units)
+
+
 def test_how_many_units_the_device_may_hold() -> None:
     """A share of all states, bytes, or all that the device has."""
     units, each = units_of(10), (STATE_BYTES + SLOT_BYTES) * PARAMS

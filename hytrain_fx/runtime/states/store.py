@@ -321,6 +321,30 @@ class StateStore(PlacedStates):
                 states.low[part].mul_(kept)
                 marked.copy_(torch.where(kept, marked, marked.abs()))
 
+    def is_rounded(self, parameter: int) -> bool:
+        """Whether each element of a 16-bit weight is its master's rounding, as updates leave it."""
+        of = self.streamed.get(parameter)
+        if of is not None:
+            return not of.shows or _same_bits(self.home(parameter), self.pieces.memory(parameter, of.weight))
+        rows = (row for row in self.pieces.of(parameter) if not self._leaves_weight(row))
+        return all(_same_bits(self.in_memory(row).master, self._weight(row)) for row in rows)
+
+    def whole_as_written(self, parameter: int) -> RowStates:
+        """As `whole`, with the weight for the master where it is not the master's rounding.
+
+        The states stay as they are. Not of weights in shards.
+        """
+        of, whole = self.streamed.get(parameter), self.whole(parameter)
+        if whole.master.dtype == self._weights[parameter].dtype or (of is not None and not of.shows):
+            return whole
+        weight = self.pieces.memory(parameter, self._weights[parameter] if of is None else of.weight).to(whole.master.device)
+        kept = whole.master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        return replace(whole, master=torch.where(kept, whole.master, weight.to(whole.master.dtype)))
+
+    def knows_last_weight(self, parameter: int) -> bool:
+        """Whether it is known what the last update left, also once the weight is written."""
+        return not any(map(self._leaves_weight, self.pieces.of(parameter)))
+
     def take_weight(self, parameter: int) -> None:
         """Make the weight the master in every element."""
         if parameter in self.copies:
@@ -355,6 +379,10 @@ class StateStore(PlacedStates):
         if states.low is not None:
             states.low.zero_()
             states.marked().abs_()
+
+
+def _same_bits(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    return torch.equal(master.to(weight.device, weight.dtype).view(torch.int16), weight.view(torch.int16))
 
 
 def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
