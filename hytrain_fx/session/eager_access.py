@@ -312,6 +312,10 @@ class EagerAccess:
         """Rows whose weights are written, and may come back before `step()`."""
         return self.writes.not_followed(self.touched)
 
+    def may_be_written(self, row: int) -> bool:
+        """Whether the weight is perhaps not the one that the last update left."""
+        return self.writes.may_be_written(row, self.touched)
+
     def before_states(self, *, may_stay: bool) -> None:
         """Before states are read or written. They are at rest.
 

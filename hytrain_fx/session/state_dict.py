@@ -160,7 +160,7 @@ def _read_own(session: Session, own: OwnEntries, row: int) -> dict[str, torch.Te
 def whole_states(session: Session, row: int) -> RowStates:
     """As `StateStore.whole_as_written`, with what other ranks keep."""
     if (gathered := session.nodes.gathered) is None or row not in session.table.shards:
-        return session.states.whole_as_written(row)
+        return session.states.whole_as_written(row) if session.eager.may_be_written(row) else session.states.whole(row)
     states = session.states.whole(row)
     whole = partial(gathered.whole, row)  # not of slots, which a rank has or not, as its plan says
     return RowStates(states.table, whole(states.master), tuple(map(whole, states.states)))

@@ -176,6 +176,11 @@ class OutsideWrites:
         with torch.no_grad(), without_torch_function():
             return {row for row in self._perhaps_written(touched) if self._may_come_back(row) and not self._states.is_rounded(row)}
 
+    def may_be_written(self, row: int, touched: Collection[int]) -> bool:
+        """Whether it is among the rows that `follow` would look at."""
+        seen = touched if self._table.device.type == "cpu" else ()
+        return not self.is_ours(row) or row in self._written or row in seen
+
     def _perhaps_written(self, touched: Collection[int]) -> set[int]:
         written = set(self._written)
         now = list(map(_version_of, self._table.parameters))
