@@ -15,11 +15,15 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
 
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.profile import COLLECTIVE_TIMES, FETCH_TIMES, GATHER_TIMES, STREAM_TIMES, Profile
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
+
+ROUNDED: Final = 1 + 1e-12
+"""Factor by which sums may be off, as bytes of a parameter are means: all states fit their sum."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Budget:
         streamed = share * sum(u.grad_bytes + weights[u.index] for u in profile.units) + staging
         used = accumulate((self.device_state_bytes * u.params + weights[u.index] - share * (u.grad_bytes + weights[u.index])
                            for u in profile.units), initial=streamed)
-        return max((k for k, nbytes in enumerate(used) if nbytes <= self.device_bytes), default=-1)
+        return max((k for k, nbytes in enumerate(used) if nbytes <= self.device_bytes * ROUNDED), default=-1)
 
     def least_units(self, profile: Profile, share: float, copied_params: int = 0) -> int:
         """The smallest k whose remaining units fit the host.

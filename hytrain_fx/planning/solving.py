@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hytrain_fx.config import Config
+from hytrain_fx.cost_model.budget import ROUNDED
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.fetch_depth import FetchDepth, fetch_depth
 from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
@@ -166,12 +167,11 @@ class Solver:
         """What a plan is solved within: memory, and how the runtime works."""
         config, sizes = self._config, self._sizes
         all_states = profile.params * sizes.device_bytes_per_param()
-        # A byte more, as sums of fractions are not exact: all states are to fit a share of 1.0.
-        budget = device_budget_bytes(config.gpu_states, self._device, all_states, self._resident_bytes()) + 1
+        budget = device_budget_bytes(config.gpu_states, self._device, all_states, self._resident_bytes())
         if self.most_bytes is not None:
             budget = min(budget, self.most_bytes)
         return {
-            "budget_bytes": max(int(budget) - (sizes.wider_bytes() if self.may_stream else 0), 0),
+            "budget_bytes": max(int(budget * ROUNDED) - (sizes.wider_bytes() if self.may_stream else 0), 0),
             "budget_counts_streamed": config.gpu_states == "auto",
             "host_budget_bytes": self._host_budget_bytes(),
             "guard": guard,

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.budget import Budget
+from hytrain_fx.cost_model.budget import ROUNDED, Budget
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.profile import Profile
-from tests.null.profiles import profiles, streaming_profiles, uniform
+from tests.null.profiles import profile_of, profiles, streaming_profiles, uniform, unit
 
 DISCIPLINE = Discipline(staging_params=100, staging_slots=2)
 
@@ -79,3 +79,13 @@ def test_negative_memory_is_refused() -> None:
         with pytest.raises(PlanError, match="expected all >= 0"):
             Budget(**budget)  # type: ignore[arg-type]  # a float where an int or None would do
     assert Budget(100).most_units(uniform(2), 1.0, DISCIPLINE) == -1
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=40), st.integers(0, 10**6))
+def test_all_states_fit_as_many_bytes(sizes: list[int], fraction: int) -> None:
+    """Bytes of a parameter are a mean, whose multiples round."""
+    profile = profile_of([unit(i, params=params) for i, params in enumerate(sizes)])
+    each = 12 + 4 * fraction / sum(sizes)
+    whole = 12 * sum(sizes) + 4 * fraction  # without rounding
+    assert Budget(whole, device_state_bytes=each).most_units(profile, 0.0, DISCIPLINE) == len(sizes)
+    assert int(each * sum(sizes) * ROUNDED) >= whole
