@@ -25,9 +25,8 @@ from hytrain_fx.api import session_of
 from hytrain_fx.passes.ops import StepNodes
 
 STEPS = 30
-# Of `StepNodes`. Those of a unit run as one: the engine's own calls are in it.
 _NODES = tuple(name for name in vars(StepNodes) if not name.startswith("_"))
-_ENGINE_CALLS = ("grad_offload", "arm_cpu", "arm_gpu", "arm_reload", "release", "wait")
+_ENGINE_CALLS = ("grad_offload", "arm_cpu", "arm_gpu", "arm_reload", "release", "wait")  # that nodes make
 _AUTOGRAD = "pt_autograd"  # the name that torch gives them
 _LAUNCHES = re.compile(r"cu(da)?LaunchKernel\w*|aten::(mm|addmm|convolution_backward)")
 _SWITCHES = {"voluntary_ctxt_switches": "gave_up_core", "nonvoluntary_ctxt_switches": "taken_off_core", "se.nr_migrations": "changed_core"}

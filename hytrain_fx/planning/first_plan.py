@@ -42,10 +42,10 @@ def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Eng
         plan = fixed_plan(config, known)
     else:
         most_k = most_on_device(config, known, sizes.device_bytes_per_param(), device_bytes)
-        shares = _shares(config, streams=streams)
-        require_room(config, known, sizes.host_bytes_per_param(), most_k=most_k, most_streamed=shares[-1])
+        shares, limit_bytes = _shares(config, streams=streams), host_budget_bytes(config.host_memory)
+        require_room(config, known, sizes.host_bytes_per_param(), most_k=most_k, most_streamed=shares[-1], limit_bytes=limit_bytes)
         plan = plan_until_measured(known, lambda unit, place: sizes.host_bytes(units.rows_of(unit), place), most_k=most_k, shares=shares,
-                                   limit_bytes=host_budget_bytes(config.host_memory))
+                                   limit_bytes=limit_bytes)
     if plan.numel(Placement.STREAM) and not engine.can_stream:
         asked = f"stream={config.stream!r}" if config.plan is None else "the given plan"
         raise UnsupportedError(f"{asked} streams states, and the {engine.name} engine cannot; expected engine=\"native\", or "
@@ -86,22 +86,24 @@ def most_on_device(config: Config, units: Sequence[Unit], bytes_per_param: float
     return sum(bytes_per_param * params <= room for params in accumulate(unit.params for unit in units))
 
 
-def require_room(config: Config, units: Sequence[Unit], host_bytes_per_param: float, *, most_k: int, most_streamed: float) -> None:
+def require_room(
+    config: Config, units: Sequence[Unit], host_bytes_per_param: float, *, most_k: int, most_streamed: float, limit_bytes: int
+) -> None:
     """Raise where `gpu_states` and the host's memory together hold no plan.
 
     ConfigError for an option, HostMemoryError for the machine.
 
         most_k           units that may rest on the device
         most_streamed    share of the others that may be streamed: it has no slots for gradients
+        limit_bytes      for states on the host
     """
     needed = sum(host_bytes_per_param * unit.params + (1 - most_streamed) * unit.grad_bytes for unit in units[most_k:])
-    limit = host_budget_bytes(config.host_memory)
-    if needed <= limit:
+    if needed <= limit_bytes:
         return
     why = (f"gpu_states={config.gpu_states!r} leaves the states of {len(units) - most_k} of {len(units)} units to the host, "
            f"{math.ceil(needed)} bytes")
     if config.host_memory is None:
-        raise HostMemoryError(f"no plan fits the memory: {why}; the host has {limit} bytes for them. Keep more of them on the device "
+        raise HostMemoryError(f"no plan fits the memory: {why}; the host has {limit_bytes} bytes for them. Keep more of them on the device "
                               "(gpu_states=...), or set host_memory where that figure is known to be wrong")
     raise ConfigError(f"option host_memory={config.host_memory} and gpu_states={config.gpu_states!r}: no plan fits; {why}; expected "
                       "more of one of the two")
@@ -115,8 +117,9 @@ def plan_until_measured(
     Where more than `most_k` would have to be on the device, these are, and of the others the least
     of `shares` is streamed with which the host holds them, as what is streamed has no slots there.
 
-        host_bytes    what a unit takes of the host in either placement
-        shares        the smallest first
+        host_bytes     what a unit takes of the host in either placement
+        shares         the smallest first
+        limit_bytes    for states on the host
     """
     by_cpu = [host_bytes(unit, Placement.CPU) for unit in units]
     least_k = next(k for k in range(len(units) + 1) if sum(by_cpu[k:]) <= limit_bytes)

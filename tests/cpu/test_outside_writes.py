@@ -17,10 +17,10 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx import errors
-from hytrain_fx.api import session_of
 from hytrain_fx.cost_model.planner import prefix_plan
+from hytrain_fx.session.call_gate import find_session
 
-from .loops import HYPER, HandAdam, Twins, assert_same, plain_loop, weights
+from .loops import HYPER, Twins, assert_same, compare, plain_loop, weights
 from .models import Batches, mlp
 
 
@@ -313,27 +313,18 @@ def test_weights_that_come_back_before_step_keep_their_masters(dtype: torch.dtyp
 
     Nor where states are read meanwhile. What is saved has the weights as they are.
     """
-    results = []
-    for ours in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model: Any
+
+    def make() -> tuple[nn.Module, Batches]:
         model, batches = mlp()
-        model = model.to(dtype)
-        batches = [tuple(of.to(dtype) for of in batch) for batch in batches]
-        optimizer: Any = HandAdam(model.parameters(), **HYPER)
-        if ours:
-            _, optimizer = hytrain_fx.compile(model, torch.optim.AdamW(model.parameters(), **HYPER), workers=1, **options)
-        else:
-            model.compile()
+        return model.to(dtype), [tuple(of.to(dtype) for of in batch) for batch in batches]
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
         losses = with_noise(model, optimizer, batches, READS[read])
+        if (session := find_session(model)) is not None:
+            assert len(session.planning.history) > 1
         with torch.no_grad():
             model.first.weight.mul_(0.5)
-        saved = [optimizer.state_dict()["state"][0]["master"]] if dtype != torch.float32 else []
-        results.append((losses, weights(model), saved))
-        if ours:
-            assert len(session_of(model).planning.history) > 1
-            hytrain_fx.close(model)
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
-    assert all(torch.equal(one, other) for one, other in zip(results[1][2], results[0][2], strict=True))
+        saved = optimizer.state_dict()["state"][0]["master"].flatten().tolist() if dtype != torch.float32 else []
+        return losses + saved
+
+    compare(make, loop, workers=1, **options)

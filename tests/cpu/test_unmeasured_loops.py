@@ -23,8 +23,10 @@ from hytrain_fx.ir.plan import Placement
 from hytrain_fx.planning.first_plan import FIRST_STEPS
 from hytrain_fx.runtime.engine import Stage
 from hytrain_fx.session import eager_reads
+from hytrain_fx.session.call_gate import find_session
 
-from .loops import HYPER, HandAdam, assert_same, weights
+from .loops import HYPER, HandAdam, assert_same, compare, weights
+from .models import Batches
 
 STEPS = 16  # a plan is due after seven that are captured
 
@@ -315,21 +317,12 @@ def test_the_first_steps_keep_to_gpu_states() -> None:
 
     The bits are the plain loop's. With slots for all, two of five units would be on the device.
     """
-    results = []
-    for ours in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model: Any = Deep()
-        optimizer: Any = HandAdam(model.parameters(), **HYPER)
-        if ours:
-            adamw = torch.optim.AdamW(model.parameters(), **HYPER)
-            _, optimizer = hytrain_fx.compile(model, adamw, gpu_states=0.3, stream=0.5, host_memory=4600, replan_every=0)
-            plan = session_of(model).planning.plan
+
+    def loop(model: Any, optimizer: Any, batches: Batches) -> list[float]:
+        if (session := find_session(model)) is not None:
+            plan = session.planning.plan
             assert (plan.k, plan.source) == (1, FIRST_STEPS)
             assert plan.numel(Placement.GPU) < plan.numel(Placement.STREAM)
-        else:
-            model.compile()
-        results.append((train(model, optimizer, _whole), weights(model)))
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
-    hytrain_fx.close(model)
+        return train(model, optimizer, _whole)
+
+    compare(lambda: (Deep(), []), loop, gpu_states=0.3, stream=0.5, host_memory=4600, replan_every=0)
