@@ -1,6 +1,7 @@
 """The calls that a generated program is made of.
 
-Each does one thing to one of the two loops and returns what the loop saw.
+Each does one thing to one of the two loops and returns what the loop saw. A loss is returned as it
+is on the device, so that the host is ahead of it for the whole call.
 """
 
 from __future__ import annotations
@@ -54,28 +55,28 @@ def _loss(side: Side, at: int) -> torch.Tensor:
         return side.model(side.batches[at])  # type: ignore[no-any-return]
 
 
-def _backward(side: Side, at: int) -> float:
+def _backward(side: Side, at: int) -> torch.Tensor:
     loss = _loss(side, at % 3)
     side.backward(loss)
-    return float(loss.detach())
+    return loss.detach()
 
 
-def _backward_other_shape(side: Side, at: int) -> float:
+def _backward_other_shape(side: Side, at: int) -> torch.Tensor:
     loss = _loss(side, 3)
     side.backward(loss)
-    return float(loss.detach())
+    return loss.detach()
 
 
-def _forward(side: Side, at: int) -> float:
+def _forward(side: Side, at: int) -> torch.Tensor | None:
     """No forward where ours refuses the late backward and plain goes on with the new weights.
 
     Under autocast one 16-bit copy of a weight is read in all steps. Lion writes weights through
     `.data`, which does not change the weight's version.
     """
     if side.setup.dtype == "autocast" or side.setup.optimizer == "Lion":
-        return 0.0
+        return None
     side.losses.append(_loss(side, at % 3))
-    return float(side.losses[-1].detach())
+    return side.losses[-1].detach()
 
 
 def _late_backward(side: Side, at: int) -> None:
@@ -83,10 +84,10 @@ def _late_backward(side: Side, at: int) -> None:
         side.backward(side.losses.pop())
 
 
-def _scaled_backward(side: Side, at: int, infinite: bool) -> float:
+def _scaled_backward(side: Side, at: int, infinite: bool) -> torch.Tensor:
     loss = _loss(side, at % 3)
     side.backward(side.scaler.scale(loss * (float("inf") if infinite else 1.0)))
-    return float(loss.detach())
+    return loss.detach()
 
 
 def _scaled_step(side: Side, at: int) -> float:
@@ -101,7 +102,7 @@ def _scaled_step(side: Side, at: int) -> float:
     return float(side.scaler.get_scale())
 
 
-def _scaled_train(side: Side, at: int, infinite: bool | None = None) -> tuple[float, float]:
+def _scaled_train(side: Side, at: int, infinite: bool | None = None) -> tuple[torch.Tensor, float]:
     """One scaled step, infinite where that is said or drawn.
 
     Its gradients are dropped: those that are not finite would make all weights NaN in a later step.
@@ -116,21 +117,21 @@ def _step(side: Side, at: int) -> None:
     side.optimizer.step()
 
 
-def _train(side: Side, at: int) -> float:
+def _train(side: Side, at: int) -> torch.Tensor:
     loss = _backward(side, at)
     side.optimizer.step()
     side.optimizer.zero_grad()
     return loss
 
 
-def _closure(side: Side, at: int) -> float:
+def _closure(side: Side, at: int) -> torch.Tensor:
     def closure() -> torch.Tensor:
         side.optimizer.zero_grad()
         loss = _loss(side, at % 3)
         side.backward(loss)
         return loss
 
-    return float(side.optimizer.step(closure).detach())
+    return side.optimizer.step(closure).detach()  # type: ignore[no-any-return]
 
 
 def _clip_norm(side: Side, at: int) -> float:
@@ -174,11 +175,11 @@ def _write_grad(side: Side, at: int) -> None:
     p.grad = torch.full_like(p, 0.01 * (1 + at % 3))
 
 
-def _evaluate(side: Side, at: int) -> float:
+def _evaluate(side: Side, at: int) -> torch.Tensor:
     side.model.eval()
     try:
         with torch.inference_mode() if at % 2 else torch.no_grad():
-            return float(_loss(side, at % 3))
+            return _loss(side, at % 3)
     finally:
         side.model.train()
 
@@ -309,17 +310,17 @@ def _autograd_grad(side: Side, at: int) -> list[float]:
     return [float(g.double().sum()) for g in found]
 
 
-def _part(side: Side, at: int) -> float:
+def _part(side: Side, at: int) -> torch.Tensor:
     """The embedding called on its own: a gradient from eager code."""
     loss = side.model.embedding(side.batches[at % 3]).float().square().mean()
     side.backward(loss)
-    return float(loss.detach())
+    return loss.detach()  # type: ignore[no-any-return]
 
 
-def _penalty(side: Side, at: int) -> float:
+def _penalty(side: Side, at: int) -> torch.Tensor:
     loss = _loss(side, at % 3) + 1e-3 * sum(p.float().square().sum() for p in side.parameters)
     side.backward(loss)
-    return float(loss.detach())
+    return loss.detach()
 
 
 def _close_and_compile(side: Side, at: int) -> None:
@@ -341,7 +342,7 @@ def _close_and_compile(side: Side, at: int) -> None:
         side.optimizer.state_dict()  # both look at written weights now
 
 
-def _train_beside(side: Side, at: int) -> float:
+def _train_beside(side: Side, at: int) -> torch.Tensor:
     """After a step another thread reads, saves or evaluates as often as it can.
 
     The first time is before the next step (docs/design.md, limits).
@@ -509,6 +510,12 @@ def _signal_in_look(side: Side, at: int) -> None:
     side.optimizer.state_dict()
 
 
+def _hold_up(side: Side, at: int) -> None:
+    """What is launched next begins on the device some milliseconds later."""
+    if side.is_ours:
+        torch.cuda._sleep(1_500_000 * (1 + at))
+
+
 def _freeze(side: Side, at: int) -> None:
     side.parameters[at % len(side.parameters)].requires_grad_(False)
 
@@ -518,6 +525,8 @@ def _unfreeze(side: Side, at: int) -> None:
         p.requires_grad_(True)
 
 
+ON_GPU: dict[str, Kind] = {"hold up the device": Kind(_hold_up, 16)}
+ON_CPU = ("fork",)  # alone: a forked process may not use the device
 KINDS: dict[str, Kind] = {
     "train": Kind(_train, 10),
     "backward": Kind(_backward, 8),

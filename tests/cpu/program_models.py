@@ -157,6 +157,7 @@ class Setup:
     """What is compiled once for many programs.
 
     ranks   how many processes train the model together; each runs the program on its own batches
+    device  where both models are; calls that a GPU alone can make are drawn there, too
     """
 
     units: tuple[str, ...] = ("linear",)
@@ -166,6 +167,7 @@ class Setup:
     options: str = "k=0"
     width: int = 8
     ranks: int = 1
+    device: str = "cpu"
 
     @property
     def is_adam(self) -> bool:
@@ -187,12 +189,13 @@ class Setup:
         return self.ranks > 1 and (self.is_adam or self.optimizer == "Lion")
 
     def casting(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16) if self.dtype == "autocast" else contextlib.nullcontext()
+        return torch.autocast(self.device, torch.bfloat16) if self.dtype == "autocast" else contextlib.nullcontext()
 
     def make_model(self) -> nn.Module:
         """With one rank always the same weights, with several each rank's own."""
         torch.manual_seed(distributed.get_rank() if self.ranks > 1 else 0)
-        return Composed(self.units, self.tied, self.width).to(torch.bfloat16 if self.dtype == "bfloat16" else torch.float32)
+        dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        return Composed(self.units, self.tied, self.width).to(self.device, dtype)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Matrices and vectors; amsgrad, or moments in bf16, is of the first group alone."""
@@ -242,7 +245,7 @@ class Side:
 
     def begin(self) -> None:
         """Drop all that an earlier program held."""
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        self.scaler = torch.amp.GradScaler(self.setup.device, init_scale=2.0**10, growth_interval=3)
         self.scheduler, self.saved = None, None
         self.losses, self.held = [], []
         for p in self.parameters:
@@ -290,7 +293,7 @@ class Pair:
         rank = distributed.get_rank() if setup.ranks > 1 else 0
         torch.manual_seed(1 + rank)
         shapes = ((2, 6), (2, 6), (2, 6), (3, 5))
-        batches = [torch.randint(0, VOCABULARY, shape) for shape in shapes]
+        batches = [torch.randint(0, VOCABULARY, shape).to(setup.device) for shape in shapes]
         plain, ours = setup.make_model(), setup.make_model()
         if setup.ranks > 1:
             for value in plain.state_dict().values():

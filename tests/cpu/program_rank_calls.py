@@ -42,7 +42,7 @@ def _left_of(side: Side, at: int) -> int:
     return at // side.setup.ranks
 
 
-def _retried(side: Side, at: int) -> float:
+def _retried(side: Side, at: int) -> torch.Tensor:
     """One rank's loss function raises, and it takes the batch again."""
     left = _left_of(side, at)
     if side.chosen(at):
@@ -52,7 +52,7 @@ def _retried(side: Side, at: int) -> float:
     return calls._backward(side, left)
 
 
-def _retried_after_hook(side: Side, at: int) -> float:
+def _retried_after_hook(side: Side, at: int) -> torch.Tensor:
     """One rank's backward raises before it comes to a graph; it takes the batch again."""
     left = _left_of(side, at)
     if side.chosen(at):
@@ -96,19 +96,19 @@ def _look_ahead(side: Side, at: int) -> Any:
     return _look(side, _left_of(side, at)) if side.chosen(at) else None
 
 
-def _other_length(side: Side, at: int) -> float:
+def _other_length(side: Side, at: int) -> torch.Tensor:
     """One rank has a batch of another shape."""
     return calls._backward_other_shape(side, at) if side.chosen(at) else calls._backward(side, _left_of(side, at))
 
 
 def _mean_loss(side: Side, at: int) -> float:
     """A backward, then a collective of the loop's own."""
-    loss = torch.tensor(calls._backward(side, at))
+    loss = calls._backward(side, at).clone()
     distributed.all_reduce(loss)
     return float(loss)
 
 
-def _infinite_on_one(side: Side, at: int) -> tuple[float, float]:
+def _infinite_on_one(side: Side, at: int) -> tuple[torch.Tensor, float]:
     return calls._scaled_train(side, _left_of(side, at), side.chosen(at))
 
 
@@ -123,7 +123,7 @@ def _write_grad(side: Side, at: int) -> None:
         calls._write_grad(side, at)
 
 
-def _train_beside(side: Side, at: int) -> float:
+def _train_beside(side: Side, at: int) -> torch.Tensor:
     """Another thread of each rank looks at weights; state_dict() asks all ranks, so it may not."""
     return calls._train_beside(side, (0, 2, 3)[at % 3])
 
@@ -153,7 +153,7 @@ def _signal_in_look(side: Side, at: int) -> None:
         calls._signalled(side, at, lambda: _look(side, _left_of(side, at)))
 
 
-def _signal_in_forward(side: Side, at: int) -> float:
+def _signal_in_forward(side: Side, at: int) -> torch.Tensor:
     """Ctrl-C in one rank's forward; it takes the batch again."""
     left = _left_of(side, at)
     if side.is_ours and side.chosen(at):
@@ -190,6 +190,8 @@ ENDINGS: Final = tuple(name for name, kind in RANK_KINDS.items() if RankError in
 
 def kinds_of(setup: Setup) -> dict[str, Kind]:
     """The calls that programs of this setup are made of."""
+    if setup.device != "cpu":
+        return {name: kind for name, kind in (calls.KINDS | calls.ON_GPU).items() if name not in calls.ON_CPU}
     if setup.ranks == 1:
         return calls.KINDS
     return {name: kind for name, kind in RANK_KINDS.items() if name not in _OF_WHOLE_WEIGHTS} if setup.shards_weights else RANK_KINDS

@@ -2,7 +2,7 @@
 
 Every bit must agree.
 
-    python -m tests.cpu.programs --programs 10000 --seed 1 --processes 16
+    python -m tests.cpu.programs --programs 10000 --seed 1 --processes 16 [--device cuda]
 
 A program is a value: what is compiled (`Setup`), what the engine is told, and a list of calls
 (`program_calls.py`). hypothesis draws it and shrinks the failing ones; what is printed can be
@@ -69,10 +69,11 @@ class Differs(AssertionError):
 # ---- drawing ----
 
 
-def drawn_setup(number: int) -> Setup:
+def drawn_setup(number: int, device: str = "cpu") -> Setup:
     """The setup of a seed."""
     draw = random.Random(number)
-    optimizer = draw.choice([*OPTIMIZERS[:1] * 4, *OPTIMIZERS[1:]])
+    optimizers = OPTIMIZERS if device == "cpu" else ADAMS  # torch's own of others has other last bits on a GPU than on a CPU
+    optimizer = draw.choice([*optimizers[:1] * 4, *optimizers[1:]])
     options = [name for name in OPTIONS if optimizer in ADAMS or name not in FOR_ADAM_ALONE]
     units = tuple(draw.choice(list(UNITS)) for _ in range(draw.randint(1, 5)))
     # Other optimizers than Adam keep no masters, so their reference in bf16 would be one more
@@ -80,7 +81,8 @@ def drawn_setup(number: int) -> Setup:
     dtypes = DTYPES if optimizer in ADAMS else [name for name in DTYPES if name != "bfloat16"]
     tied, dtype = draw.random() < 0.4, draw.choice(dtypes)
     options = [name for name in options if dtype == "bfloat16" or name not in FOR_BF16_ALONE]
-    return Setup(units, tied, dtype, optimizer, draw.choice(options))
+    option = draw.choice(options)
+    return Setup(units, tied, dtype, optimizer, option, 8 if device == "cpu" else draw.choice((8, 64, 256)), device=device)
 
 
 @st.composite
@@ -198,9 +200,16 @@ def outcome(side: Side, call: Call) -> Any:
     """What one side gives or raises."""
     name, at = call
     try:
-        return kinds_of(side.setup)[name].run(side, at)
+        return _numbers(kinds_of(side.setup)[name].run(side, at))
     except (Exception, KeyboardInterrupt) as error:
         return error
+
+
+def _numbers(found: Any) -> Any:
+    """What a call gave, with its losses as numbers."""
+    if isinstance(found, tuple):
+        return tuple(map(_numbers, found))
+    return float(found) if isinstance(found, torch.Tensor) else found
 
 
 def _words(found: Any) -> str:
@@ -265,7 +274,7 @@ def _require_same(found: Any, expected: Any, what: str) -> None:
         if found is not expected:
             raise Differs(f"{what} is {'not there' if found is None else 'there'}")
         return
-    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    found, expected = torch.as_tensor(found).cpu(), torch.as_tensor(expected).cpu()
     if found.shape != expected.shape or not torch.equal(found.isnan(), expected.isnan()):
         raise Differs(f"{what}: {found} instead of {expected}")
     if not torch.equal(found.nan_to_num(), expected.nan_to_num()):
@@ -366,23 +375,25 @@ def text(program: Program) -> str:
 # ---- the command ----
 
 
-def _worker(first: int, seeds: int, programs: int) -> None:
+def _worker(first: int, seeds: int, programs: int, device: str) -> None:
     """One line of JSON a seed."""
+    torch.use_deterministic_algorithms(device != "cpu")
     for number in range(first, first + seeds):
         begin_s, begin_cpu_s = time.monotonic(), time.process_time()
-        found = search(number, programs)
+        found = search(number, programs, drawn_setup(number, device))
         print(json.dumps({"seed": number, "programs": found.programs, "counts": found.counts, "took_s": time.monotonic() - begin_s,
                           "cpu_s": time.process_time() - begin_cpu_s,
                           "failures": [vars(failure) for failure in found.failures]}), flush=True)
 
 
-def _in_a_process(first: int, seeds: int, programs: int) -> Found:
+def _in_a_process(first: int, seeds: int, programs: int, device: str) -> Found:
     """Run seeds in a process of their own, so that a crash is a failure of the seed it came in.
 
     Each seed is reported when it ends.
     """
-    command = [sys.executable, "-m", "tests.cpu.programs", "--worker", str(seeds), "--seed", str(first), "--programs", str(programs)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.cpu.programs", "--worker", str(seeds), "--seed", str(first), "--programs", str(programs),
+               "--device", device]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     total, done, killed = Found(), 0, threading.Event()
     with tempfile.TemporaryFile("w+") as err, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, env=env) as process:
 
@@ -407,7 +418,7 @@ def _in_a_process(first: int, seeds: int, programs: int) -> Found:
         not_run = ", ".join(map(str, range(lost + 1, first + seeds)))
         after = f"; not run after it: seed {not_run}" if not_run else ""
         total.failures.append(
-            Failure(lost, repr(drawn_setup(lost)), f"the process ended with {process.returncode}{after}: {told}", True))
+            Failure(lost, repr(drawn_setup(lost, device)), f"the process ended with {process.returncode}{after}: {told}", True))
     return total
 
 
@@ -435,10 +446,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="the first; each model takes the next")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no seed after so many seconds")
+    parser.add_argument("--device", default="cpu", help="where the models are: cpu (default) or cuda")
     parser.add_argument("--worker", type=int, default=0, help=argparse.SUPPRESS)
     of = parser.parse_args()
     if of.worker:
-        _worker(of.seed, of.worker, of.programs)
+        _worker(of.seed, of.worker, of.programs, of.device)
         return 0
     seeds = -(-of.programs // PER_SEED)
     each = 2 if seeds >= 8 * of.processes else 1  # a process takes seconds to begin, and a seed up to minutes
@@ -449,7 +461,7 @@ def main() -> int:
     def run(at: int) -> Found:
         count = min(each, of.seed + seeds - at)
         if time.monotonic() - begin_s < of.limit_s:
-            return _in_a_process(at, count, PER_SEED)
+            return _in_a_process(at, count, PER_SEED, of.device)
         not_begun.extend(range(at, at + count))
         return Found()
 
