@@ -37,7 +37,7 @@ def length_asked_for() -> str | None:
 def places() -> int:
     """How much a stream's queue takes: launches, copies, events, waits and written words, one each.
 
-    Measured with driver 580 on an H100 (docs/measurements.md, run BP).
+    Measured with driver 580 on an H100 (docs/runs.md, run BP).
     """
     scale = (length_asked_for() or "1x").removesuffix("x")
     return int(_USUAL_PLACES * (float(scale) if scale in _SCALES else 1.0))
