@@ -444,6 +444,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Drawn training loops on a plain model and on ours, bit for bit.")
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="the first; each model takes the next")
+    parser.add_argument("--per-seed", type=int, default=PER_SEED, help=f"programs of one compiled model (default: {PER_SEED})")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no seed after so many seconds")
     parser.add_argument("--device", default="cpu", help="where the models are: cpu (default) or cuda")
@@ -452,7 +453,7 @@ def main() -> int:
     if of.worker:
         _worker(of.seed, of.worker, of.programs, of.device)
         return 0
-    seeds = -(-of.programs // PER_SEED)
+    seeds = -(-of.programs // of.per_seed)
     each = 2 if seeds >= 8 * of.processes else 1  # a process takes seconds to begin, and a seed up to minutes
     starts = range(of.seed, of.seed + seeds, each)
     begin_s = time.monotonic()
@@ -461,7 +462,7 @@ def main() -> int:
     def run(at: int) -> Found:
         count = min(each, of.seed + seeds - at)
         if time.monotonic() - begin_s < of.limit_s:
-            return _in_a_process(at, count, PER_SEED, of.device)
+            return _in_a_process(at, count, of.per_seed, of.device)
         not_begun.extend(range(at, at + count))
         return Found()
 
