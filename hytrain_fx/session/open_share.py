@@ -3,9 +3,10 @@
     begin, on_cpu, joined    the device's part is handed out; the CPU's; its gradients are added
     left                     the loop has left `share` half-way, or an error has ended it
     require_none             step() and the next share() are errors while a part has gradients
-    require_both             after the CPU's part: that of the device must still be there
+    require_both             before and after the CPU's part: that of the device must still be there
     dropped                  zero_grad(): a batch that was left is left out. One that is trained now
-                             has lost its first part, so it cannot be joined
+                             has lost its first part, so it cannot be joined. Before the first
+                             backward of that part nothing of it is lost
 
 A list of the parts has its backwards when both have been handed out. The CPU's gradients come late
 then, which step() sees.
@@ -14,7 +15,7 @@ then, which step() sees.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from enum import Enum, auto
 from typing import Final
 
@@ -32,10 +33,16 @@ class _Phase(Enum):
 
 
 class OpenBatch:
-    """One batch in two parts."""
+    """One batch in two parts.
 
-    def __init__(self) -> None:
+    backwards   of graphs, before it
+    rows        that had gradients before it; of the CPU's part: that have the device's
+    """
+
+    def __init__(self, backwards: int, rows: Set[int]) -> None:
         self.phase = _Phase.DEVICE
+        self.backwards = backwards
+        self.rows = rows
         self.came_late: Callable[[], Callable[[], bool] | None] | None = None  # weak
 
 
@@ -45,15 +52,19 @@ _OPEN: Final[weakref.WeakKeyDictionary[Session, OpenBatch]] = weakref.WeakKeyDic
 def begin(session: Session) -> OpenBatch:
     """A batch in two parts begins. Raises UnsupportedError as `require_none`."""
     require_none(session, "share()")
-    batch = _OPEN[session] = OpenBatch()
+    batch = _OPEN[session] = OpenBatch(_backwards(session), _rows_with_gradients(session))
     return batch
 
 
-def on_cpu(batch: OpenBatch, has_gradients: Callable[[], bool]) -> None:
-    """The CPU's part is handed out.
+def on_cpu(session: Session, batch: OpenBatch, has_gradients: Callable[[], bool]) -> None:
+    """The CPU's part is handed out. Raises UnsupportedError as `require_both`.
 
     has_gradients   a method: whether gradients are there that are not joined
     """
+    batch.rows = _rows_with_gradients(session)
+    if not batch.rows and _backwards(session) > batch.backwards:
+        batch.phase = _Phase.DROPPED  # by model.zero_grad(), or by hand
+    require_both(session, batch)
     batch.phase, batch.came_late = _Phase.CPU, weakref.WeakMethod(has_gradients)
 
 
@@ -70,7 +81,8 @@ def left(batch: OpenBatch) -> None:
 
 def require_both(session: Session, batch: OpenBatch) -> None:
     """Raises UnsupportedError where the device's part was dropped meanwhile."""
-    if batch.phase is _Phase.DROPPED or _OPEN.get(session) is not batch:
+    if batch.phase is _Phase.DROPPED or _OPEN.get(session) is not batch or (
+            batch.phase is _Phase.CPU and not batch.rows <= _rows_with_gradients(session)):
         raise UnsupportedError("zero_grad() or another share() was called in the loop over the parts of a batch, and has dropped the "
                                "gradients of the device's part; call them before that loop, and step() after it")
 
@@ -82,7 +94,7 @@ def dropped(session: Session) -> None:
         return
     if batch.phase in (_Phase.LEFT, _Phase.JOINED):
         del _OPEN[session]
-    elif batch.phase is _Phase.CPU:
+    elif batch.phase is _Phase.CPU or _backwards(session) > batch.backwards or not _rows_with_gradients(session) <= batch.rows:
         batch.phase = _Phase.DROPPED
 
 
@@ -98,9 +110,17 @@ def require_none(session: Session, called: str) -> None:
                                    "loop over the parts, not over a list of them, and leave this batch out with optimizer.zero_grad()")
         del _OPEN[session]
         return
-    with without_torch_function():
-        if any(get_grad(parameter) is not None for parameter in session.table.parameters):
-            raise UnsupportedError(f"{called} was called before share() had come to its end, without the CPU's gradients of that batch; "
-                                   "run the loop over the parts to its end, or leave the batch out with optimizer.zero_grad()")
+    if _rows_with_gradients(session):
+        raise UnsupportedError(f"{called} was called before share() had come to its end, without the CPU's gradients of that batch; "
+                               "run the loop over the parts to its end, or leave the batch out with optimizer.zero_grad()")
     if batch.phase is _Phase.LEFT:
         del _OPEN[session]
+
+
+def _backwards(session: Session) -> int:
+    return session.nodes.runs["backward_end"]  # of a model that runs eagerly none is counted
+
+
+def _rows_with_gradients(session: Session) -> Set[int]:
+    with without_torch_function():
+        return {row for row, parameter in enumerate(session.table.parameters) if get_grad(parameter) is not None}

@@ -145,7 +145,7 @@ class SharedTraining:
             span.end()
             ours = self._prepared(session, model, span, written)
             cpu_s = time.perf_counter()
-            open_share.on_cpu(opened, ours.has_grads)
+            open_share.on_cpu(session, opened, ours.has_grads)
             with self._on_their_socket(session):
                 yield BatchPart(ours.model, halves[1], weights[1], _CPU)
             done_s = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -237,9 +237,24 @@ def test_gradients_that_are_dropped_between_the_parts_are_an_error(compiled: tup
             break
         optimizer.step()
 
+    def early(drop: Callable[[], None], accumulated: bool) -> Callable[[], None]:
+        def loop() -> None:
+            if accumulated:
+                model(x).sum().backward()
+            for number, part in enumerate(hytrain_fx.share(x, model)):
+                part.model(part.batch).sum().backward()
+                if number == 0:
+                    drop()
+            optimizer.step()
+
+        return loop
+
+    drops: tuple[Callable[[], None], ...] = (optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False), model.zero_grad)
+    too_early = [early(drop, accumulated) for drop in drops for accumulated in (False, True)]
     called = r"optimizer\.step\(\) was called before share\(\) had come to its end"
     gone = "has dropped the gradients of the device's part"
-    for loop, message in ((naive, called), (dropping, gone), (between, called), (leaving, called)):
+    loops = ((naive, called), (dropping, gone), (between, called), (leaving, called), *[(loop, gone) for loop in too_early])
+    for loop, message in loops:
         with pytest.raises(UnsupportedError, match=message):
             loop()
         assert_same(weights(model), before)
