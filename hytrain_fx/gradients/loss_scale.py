@@ -42,9 +42,14 @@ def steps_without_wait(optimizer: torch.optim.Optimizer, before: Callable[[torch
     if scaler is None:
         return False
     before(scaler)
+    return not is_watched(optimizer)
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody would see a call of `step()`: so it is not called for a step left out."""
     own = vars(optimizer).get("step")
-    is_watched = own is not None and not hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__func__", None) is not type(optimizer).step
-    return not is_watched and not has_step_hooks(optimizer)
+    is_own = own is not None and not hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__func__", None) is not type(optimizer).step
+    return is_own or has_step_hooks(optimizer)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import nn
 from hytrain_fx.errors import EngineError, HostMemoryError, HytrainWarning, RankError, UnsupportedError
 from hytrain_fx.ir.figures import bytes_text
 from hytrain_fx.session.call_gate import forget_graphs
+from hytrain_fx.session.rank_stages import stages_with
 from hytrain_fx.session.session import Session
 
 
@@ -37,6 +38,8 @@ def close_model(session: Session, model: nn.Module) -> None:
     finally:
         if session.closed:
             forget_graphs(model)
+            if stages := stages_with(session):
+                stages.closed(session)
     streamed.release()
     if streamed.left_on_host:
         device = session.table.device

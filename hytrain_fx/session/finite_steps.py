@@ -41,6 +41,8 @@ class FiniteSteps:
                     CPU
     share           gives from what this stage has found what any stage has, 0-dim fp32 on the
                     device, not 0 where a gradient is not finite. None: the model is no stage
+    error_of        gives from the error that this stage has of the step before the one that its
+                    step() raises: all stages of a rank raise. None: the model is no stage
     gathered        weights that every rank updates in shards: of all ranks the same, or of none
     """
 
@@ -52,6 +54,7 @@ class FiniteSteps:
         self.last = 0
         self.reads_at_once = reads_at_once
         self.share: Callable[[torch.Tensor | None], torch.Tensor] | None = None
+        self.error_of: Callable[[NonFiniteGradientError | None], NonFiniteGradientError | None] | None = None
         self._mode: OnNonfinite = "allow"
         self._engine = engine
         self._builder = builder
@@ -151,11 +154,18 @@ class FiniteSteps:
         """
         if self._mode != "raise" or (self.share is not None and not wait):
             return
-        if wait or self._engine.knows_skipped():
-            self._builder.settle_steps()
-        error, self._error = self._error, None
+        error = self.take_error(wait=wait)
+        if self.error_of is not None and not self.reads_at_once:  # else it was told within the step that was left out
+            error = self.error_of(error)
         if error is not None:
             raise error
+
+    def take_error(self, *, wait: bool = True) -> NonFiniteGradientError | None:
+        """The error of a step that was left out, once. `wait`: as of `raise_told`."""
+        if self._mode == "raise" and (wait or self._engine.knows_skipped()):
+            self._builder.settle_steps()
+        error, self._error = self._error, None
+        return error
 
     def in_words(self, steps_done: int) -> str | None:
         """How many steps were left out, in a sentence; None where none was.

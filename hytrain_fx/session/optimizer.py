@@ -93,7 +93,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return steps_without_wait(self, _nobody_shares if self._stages is None else self._stages.share_inf) and self.session.engine.can_skip
+        before = _nobody_shares if self._stages is None else partial(self._stages.share_inf, self)
+        return steps_without_wait(self, before) and self.session.engine.can_skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
@@ -146,6 +147,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self.session.turns.state:
             self.session.drain()
             load_sharded_states(self.session, self._saved_names, state_dict, self.defaults)
+        if self._stages:
+            self._stages.loaded(self.session)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` or `torch.optim.AdamW.state_dict` gave.
@@ -165,6 +168,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self.session.turns.state:
             self.session.drain()
             load_states(self.session, self, state_dict)
+        if self._stages:
+            self._stages.loaded(self.session)
         for hook in after:
             hook(self)
 

@@ -19,7 +19,7 @@ from hytrain_fx.runtime.rank_errors import told_to_ranks
 from hytrain_fx.session.call_gate import find_session
 from hytrain_fx.session.rank_stages import RankStages, parameters_counted, stages_with
 from hytrain_fx.session.session import Session
-from hytrain_fx.session.tied_weights import TiedWeight
+from hytrain_fx.session.tied_weights import TiedWeight, require_same_states, states_in_words
 
 Stages = nn.Module | Iterable[nn.Module]
 
@@ -56,10 +56,10 @@ def tie_weights(stages: Stages, names: Iterable[Sequence[str]]) -> None:
     rank's. At each step their gradients are added up over the ranks, before they are clipped or
     used; until then `.grad` is what each stage has made. Then every copy has the same update.
 
-    Raises ConfigError, on every rank, where a weight is not in two ranks' stages, or its copies or
-    their options differ; UnsupportedError for two copies on one rank, a weight that is tied
-    already, moments in bf16, a weight that is not contiguous, and for a model that is not compiled
-    as a stage.
+    Raises ConfigError, on every rank, where a weight is not in two ranks' stages, or its copies,
+    their options or states differ; UnsupportedError for two copies on one rank, a weight that is
+    tied already, moments in bf16, a weight that is not contiguous, and for a model that is not
+    compiled as a stage. States that are loaded later are compared in the next step.
     """
     _, sessions, here = stages_of(stages)
     with told_to_ranks("tie_weights", lambda: here.ranks):
@@ -71,7 +71,7 @@ def tie_weights(stages: Stages, names: Iterable[Sequence[str]]) -> None:
     all_holders = [_holders(of, [rank[number] for rank in told]) for number, of in enumerate(asked)]
     for of, copies, holders in zip(asked, found, all_holders, strict=True):
         for session, row in copies:
-            weight = TiedWeight(row, of[0], here.some(holders), session.table.parameters[row], session.nodes.runs)
+            weight = TiedWeight(row, of[0], here.some(holders), holders, session)
             weight.begin_alike()
             here.tie(session, weight)
 
@@ -105,10 +105,12 @@ class _Told(NamedTuple):
 
     form      what copies must have in common; None without a copy
     problem   why it cannot be tied
+    states    its moments and steps, in words
     """
 
     form: str | None
     problem: str | None = None
+    states: str = ""
 
 
 def _told(names: Sequence[str], copies: Sequence[tuple[Session, int]], here: RankStages) -> _Told:
@@ -128,7 +130,7 @@ def _told(names: Sequence[str], copies: Sequence[tuple[Session, int]], here: Ran
     if group.get(MOMENTS) == "bf16":
         return _Told(form, f"{name} is in a parameter group with moments in bf16, and chance would round each copy's in another way; "
                            'put it into a group with moments="fp32"')
-    return _Told(form)
+    return _Told(form, states=states_in_words(session, row))
 
 
 def _holders(names: Sequence[str], told: Sequence[_Told]) -> list[int]:
@@ -139,8 +141,9 @@ def _holders(names: Sequence[str], told: Sequence[_Told]) -> list[int]:
     holders = [rank for rank, of in enumerate(told) if of.form is not None]
     if len(holders) < 2:
         raise ConfigError(f"tie_weights: expected {' or '.join(names)} in stages of two ranks or more, found it on {len(holders)}")
-    first, other = holders[0], next((rank for rank in holders if told[rank] != told[holders[0]]), None)
+    first, other = holders[0], next((rank for rank in holders if told[rank].form != told[holders[0]].form), None)
     if other is not None:
         raise ConfigError(f"tie_weights: copies of {names[0]} differ: {told[first].form} on rank {first}, "
                           f"{told[other].form} on rank {other}")
+    require_same_states(names[0], {rank: told[rank].states for rank in holders})
     return holders

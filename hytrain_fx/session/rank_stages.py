@@ -3,27 +3,29 @@
     add_up_ties    gradients of a weight that several stages have
     share_inf      an inf that a GradScaler finds in one stage leaves the step out in all of them
     share_found    the same of what `on_nonfinite` finds
+    error_of       stages of this rank hear of such a step together
     norm           of gradients of all stages
 
-Each is one collective over the pipeline's ranks, before a commit. The ranks have a group for them
-from the first one on.
+All but `error_of` are one collective over the pipeline's ranks, before a commit. The ranks have a
+group for them from the first one on.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from hytrain_fx.errors import RankError
+from hytrain_fx.errors import NonFiniteGradientError, RankError
+from hytrain_fx.gradients.loss_scale import is_watched
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.session.session import Session
 from hytrain_fx.session.tied_weights import TiedWeight
-from hytrain_fx.torch_private.optimizers import found_infs
+from hytrain_fx.torch_private.optimizers import found_infs, iteration_of
 from hytrain_fx.torch_private.tensors import get_grad
 
 
@@ -39,8 +41,11 @@ class RankStages:
         self._device = device
         self._optimizers: weakref.WeakKeyDictionary[Session, weakref.ref[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
         self._ties: list[tuple[weakref.ref[Session], TiedWeight]] = []  # in an order that all ranks have
-        self._shared: Sequence[torch.Tensor] = ()  # what a GradScaler has found in this step, the same on all ranks
+        self._saved_as: weakref.WeakKeyDictionary[Session, dict[int, str]] = weakref.WeakKeyDictionary()  # by row: of its ties
+        self._iteration: object = None  # of the GradScaler that was shared last
+        self._inf = torch.zeros((), device=device)  # what it has found then, the same on all ranks
         self._untold: weakref.WeakKeyDictionary[Session, _Found] = weakref.WeakKeyDictionary()
+        self._unheard: weakref.WeakKeyDictionary[Session, _Unheard] = weakref.WeakKeyDictionary()
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -61,7 +66,9 @@ class RankStages:
     def some(self, ranks: Sequence[int]) -> Ranks:
         """Some of the pipeline's ranks, this one among them. Each of them must ask."""
         of_all = distributed.get_process_group_ranks(self._whole_group)
-        return Ranks(distributed.new_group([of_all[rank] for rank in ranks], use_local_synchronization=True), self._device)
+        some = Ranks(distributed.new_group([of_all[rank] for rank in ranks], use_local_synchronization=True), self._device)
+        some.all_have_compiled()  # they meet at the end of a step
+        return some
 
     @property
     def _whole_group(self) -> Any:
@@ -71,12 +78,18 @@ class RankStages:
         """A stage has been compiled."""
         self._optimizers[session] = weakref.ref(optimizer)
         session.finite_steps.share = partial(self.share_found, weakref.ref(session))
+        session.finite_steps.error_of = partial(self.error_of, weakref.ref(session))
+
+    def closed(self, session: Session) -> None:
+        """This stage trains no more. Its checkpoints keep their names."""
+        self._ties = [(of, weight) for of, weight in self._ties if of() not in (session, None)]
 
     # ---- weights that several stages have ----
 
     def tie(self, session: Session, weight: TiedWeight) -> None:
         """A weight of this session's stage is in other stages too."""
         self._ties.append((weakref.ref(session), weight))
+        self._saved_as.setdefault(session, {})[weight.row] = weight.saved_as
 
     def ties(self, session: Session) -> list[TiedWeight]:
         """Of this session's stage."""
@@ -85,9 +98,14 @@ class RankStages:
     def names(self, session: Session) -> Sequence[str]:
         """What its parameters are called in checkpoints, by row."""
         names = list(session.table.names)
-        for weight in self.ties(session):
-            names[weight.row] = weight.saved_as
+        for row, name in self._saved_as.get(session, {}).items():
+            names[row] = name
         return names
+
+    def loaded(self, session: Session) -> None:
+        """States of this session's stage were loaded: its ties compare theirs in the next step."""
+        for weight in self.ties(session):
+            weight.is_loaded = True
 
     def add_up_ties(self) -> None:
         """Each `.grad` of a weight that several stages have becomes their sum.
@@ -106,24 +124,41 @@ class RankStages:
 
     # ---- what all stages have in common ----
 
-    def share_inf(self, scaler: torch.amp.GradScaler) -> None:
+    def share_inf(self, stepped: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         """What this GradScaler has found in any stage it has found in all of them.
 
-        Once in a step, whichever optimizer of this rank is stepped first. Raises RankError.
+        Once in an iteration of it, whichever optimizer of this rank is stepped first. It looks at
+        the gradients of the others, too, and unscales those of the stepped one alone: others may
+        step later, after more backwards. Raises RankError.
         """
+        iteration = iteration_of(scaler)
+        if iteration is not self._iteration:
+            self._share_first(stepped, scaler)
+            self._iteration = iteration
+        for of in found_infs(scaler, stepped, unscales=True):
+            of.copy_(torch.maximum(of, self._inf.to(of.device, non_blocking=True).reshape(of.shape)))
+
+    def _share_first(self, stepped: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        found = ((session, ref()) for session, ref in self._optimizers.items() if not session.closed)
+        open_ones = {session: optimizer for session, optimizer in found if optimizer is not None}
+        if any(session.config.on_nonfinite != "allow" for session in open_ones):
+            self._require_same_hooks(open_ones)
         self.add_up_ties()
-        open_ones = [ref() for session, ref in self._optimizers.items() if not session.closed]
-        found = [of for optimizer in open_ones if optimizer is not None for of in found_infs(scaler, optimizer)]
-        shared = set(map(id, self._shared))
-        if found and all(id(of) in shared for of in found):
-            return
-        own = torch.zeros(1, dtype=torch.float32, device=self._device)
-        for of in found:
-            own = torch.maximum(own, of.reshape(1).to(self._device, non_blocking=True))
-        any_stage = self.ranks.of_each(own, "whether the gradients of all stages are finite").amax()
-        for of in found:
-            of.fill_(any_stage)
-        self._shared = found
+        here = torch.zeros(1, dtype=torch.float32, device=self._device)
+        for optimizer in open_ones.values():
+            for of in found_infs(scaler, optimizer, unscales=optimizer is stepped):
+                here = torch.maximum(here, of.reshape(1).to(self._device, non_blocking=True))
+        self._inf = self.ranks.of_each(here, "whether the gradients of all stages are finite").amax()
+
+    def _require_same_hooks(self, optimizers: Mapping[Session, torch.optim.Optimizer]) -> None:
+        """Raises RankError where an inf would have ranks part: some call `step()`, others do not.
+
+        `step()` shares what `on_nonfinite` has found.
+        """
+        waits = all(is_watched(optimizer) or not session.engine.can_skip for session, optimizer in optimizers.items())
+        self.ranks.all_have_compiled()
+        self.ranks.require_alike('hooks on step() of optimizers with a GradScaler and on_nonfinite="skip" or "raise"',
+                                 ("hooks" if waits else "none",))
 
     def share_found(self, of: weakref.ref[Session], own: torch.Tensor | None) -> torch.Tensor:
         """Whether any stage has gradients that are not finite: 0-dim fp32, 0 where none has.
@@ -137,8 +172,8 @@ class RankStages:
         """
         session = of()
         assert session is not None  # it steps
-        before = self._untold.pop(session, None)
-        if before is not None and before.backwards == session.nodes.runs["backward_end"]:
+        stepped, before = self._stepped_before(session), self._untold.pop(session, None)
+        if stepped and before is not None:
             return before.any_stage if own is None else torch.maximum(before.any_stage, own)
         others = [other for other in self._optimizers if other is not session and not other.closed]
         found = [own, *(other.finite_steps.found_now(_gradients(other)) for other in others)]
@@ -148,6 +183,38 @@ class RankStages:
         any_stage = self.ranks.of_each(here, "whether the gradients of all stages are finite (on_nonfinite, the same in all)").amax()
         self._untold.update((other, _Found(any_stage, other.nodes.runs["backward_end"])) for other in others)
         return any_stage
+
+    def error_of(self, of: weakref.ref[Session], own: NonFiniteGradientError | None) -> NonFiniteGradientError | None:
+        """What the step() of a session raises before it commits, of the step before.
+
+        of    the session
+        own   its own error of that step
+
+        The first stage of a rank that steps asks the others. Where it raises, the others do in
+        the same iteration: a loop that catches the error of each does not step one of them alone.
+        They do not in the next one, which one that left at the first error would do.
+        """
+        session = of()
+        assert session is not None  # it steps
+        for other in [other for other, unheard in self._unheard.items() if unheard.told() is session]:
+            del self._unheard[other]  # it steps again
+        unheard = self._unheard.pop(session, None)
+        if unheard is not None and unheard.backwards == session.nodes.runs["backward_end"]:
+            return unheard.error
+        if self._stepped_before(session):
+            return own  # that one has asked; what it has found of this step is not waited for
+        others = [other for other in self._optimizers if other is not session and not other.closed]
+        errors = [other.finite_steps.take_error() for other in others]
+        error = own or next(filter(None, errors), None)
+        if error is not None:
+            self._unheard.update((other, _Unheard(found or error, of, other.nodes.runs["backward_end"]))
+                                 for other, found in zip(others, errors, strict=True))
+        return error
+
+    def _stepped_before(self, session: Session) -> bool:
+        """Whether another stage of this rank has come to its step() since the last backward."""
+        before = self._untold.get(session)
+        return before is not None and before.backwards == session.nodes.runs["backward_end"]
 
     def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
         """The norm over all stages, 0-dim fp32, of the norms of each rank's gradients.
@@ -166,6 +233,18 @@ class _Found(NamedTuple):
     """
 
     any_stage: torch.Tensor
+    backwards: int
+
+
+class _Unheard(NamedTuple):
+    """The error that a stage raises since another one of its rank has.
+
+    told        the session that has raised
+    backwards   how many this one had made by then: after another one it does not raise
+    """
+
+    error: NonFiniteGradientError
+    told: weakref.ref[Session]
     backwards: int
 
 

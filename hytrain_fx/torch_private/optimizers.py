@@ -33,20 +33,38 @@ def asking_grad_scaler() -> torch.amp.GradScaler | None:
     return cast(torch.amp.GradScaler, frame.f_locals["self"]) if asks else None
 
 
-def found_infs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def found_infs(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *, unscales: bool) -> list[torch.Tensor]:
     """What tells `step` and `update` of this scaler whether gradients hold an inf.
 
-    One element each, by device. They may be written to. The gradients are unscaled on the way, if
-    they are not yet. Raises UnsupportedError where torch keeps these elsewhere.
+    One element each, by device. They may be written to. Raises UnsupportedError where torch keeps
+    these elsewhere.
+
+    unscales   the gradients are unscaled on the way, if they are not yet. Else they stay as they
+               are, and a later `step` looks at them again
     """
     try:
         state = scaler._per_optimizer_states[id(optimizer)]
         if state["stage"].name == "READY":
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer) if unscales else scaler._check_inf_per_device(optimizer)
         return list(state["found_inf_per_device"].values())
     except (AttributeError, KeyError) as error:
-        raise UnsupportedError(f"torch {torch.__version__} keeps what a GradScaler has found elsewhere ({error}); "
-                               "hytrain_fx was run on torch 2.11 and 2.13") from error
+        raise _elsewhere(error) from error
+
+
+def iteration_of(scaler: torch.amp.GradScaler) -> object:
+    """The same object until this scaler's `update()`, another one after it.
+
+    Raises UnsupportedError as `found_infs` does.
+    """
+    try:
+        return scaler._per_optimizer_states
+    except AttributeError as error:
+        raise _elsewhere(error) from error
+
+
+def _elsewhere(error: Exception) -> UnsupportedError:
+    return UnsupportedError(f"torch {torch.__version__} keeps what a GradScaler has found elsewhere ({error}); "
+                            "hytrain_fx was run on torch 2.11 and 2.13")
 
 
 def load_state_dict_hooks(optimizer: torch.optim.Optimizer) -> tuple[tuple[Callable[..., Any], ...], tuple[Callable[..., Any], ...]]:
