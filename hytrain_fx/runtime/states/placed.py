@@ -24,19 +24,16 @@ import torch
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
 from hytrain_fx.ir.shard import Shard
-from hytrain_fx.ir.states import Kernel, StateTable, StateTraffic
+from hytrain_fx.ir.states import Kernel, StateTable
 from hytrain_fx.runtime.engine import Engine, RowStates
-from hytrain_fx.runtime.rounding import NO_PLACE, RoundingPlace
-from hytrain_fx.runtime.states.copied_weights import CopiedWeights
-from hytrain_fx.runtime.states.pieces import PieceRows, flat_memory
-from hytrain_fx.runtime.states.row_form import RowForm
-from hytrain_fx.runtime.states.slabs import HostSlab, require_host_memory
+from hytrain_fx.runtime.rounding import RoundingPlace
+from hytrain_fx.runtime.states.pieces import flat_memory
+from hytrain_fx.runtime.states.slabs import require_host_memory
 from hytrain_fx.runtime.states.split_master import FirstWeight, copy_states, load_masters, on_the_device
-from hytrain_fx.runtime.states.unit_slabs import UnitSlabs
-from hytrain_fx.torch_private.tensors import without_torch_function
+from hytrain_fx.runtime.states.state_bytes import StateBytes
 
 
-class PlacedStates:
+class PlacedStates(StateBytes):
     """Master weights and states; slabs by unit, those of slots apart from those of states, so that
     rows change between CPU and STREAM where they are.
 
@@ -62,18 +59,10 @@ class PlacedStates:
         shards: Mapping[int, Shard] = MappingProxyType({}),
         origins: Sequence[RoundingPlace] = (),
     ) -> None:
-        self._weights = list(weights)
-        self.copies = CopiedWeights()
-        self.pieces = PieceRows(weights, names or [""] * len(self._weights), unit_of, engine, shards)
-        self.placement: dict[int, Placement] = dict.fromkeys(range(len(self._weights)), Placement.CPU)
+        super().__init__(weights, unit_of, tables, engine, names, shards, origins)
         self.arrangement = 0
         self._leaving: tuple[int, frozenset[int]] = (-1, frozenset())  # and the arrangement it is of
-        self._tables = tuple(tables)
-        self._origins = origins or [NO_PLACE] * len(self._weights)
-        self._engine = engine
         self._states: dict[int, RowStates] = {}
-        self._slabs = UnitSlabs(self._weights[0].device, engine.workers, self._form, self._place_of)
-        self._unit_of = tuple(unit_of)
         # parameters whose masters have the weight's half at home, wherever they are updated
         self._kept: set[int] = set()
 
@@ -94,10 +83,6 @@ class PlacedStates:
         return ((row, self._states[row]) for row in self._rows(range(len(self._weights))))
 
     # ---- of one parameter ----
-
-    def table(self, parameter: int) -> StateTable:
-        """The states that it has."""
-        return self._tables[parameter]
 
     def is_whole(self, parameter: int) -> bool:
         """Whether it may not be cut.
@@ -126,78 +111,6 @@ class PlacedStates:
         for row in self.pieces.of(parameter):
             found[self.placement[row]] = found.get(self.placement[row], 0) + self.pieces.piece(row).numel
         return found
-
-    # ---- memory ----
-
-    @property
-    def slabs(self) -> list[HostSlab]:
-        """All host memory that states and slots take."""
-        return self._slabs.all
-
-    def host_bytes(self, rows: Iterable[int], place: Placement = Placement.CPU) -> int:
-        """Bytes of host memory that the states of these rows take under `place`.
-
-        For CPU their slots are included.
-        """
-        forms = list(map(self._form, rows))
-        slots = sum(form.slot_bytes for form in forms) if place.updates_on_cpu else 0
-        return slots + sum(form.slab_bytes + form.table.own_bytes for form in forms)
-
-    def device_bytes(self, rows: Iterable[int]) -> int:
-        """Bytes of device memory the states of these rows take there.
-
-        Fp32 weights are their own masters.
-        """
-        return sum(self._form(row).device_bytes for row in rows)
-
-    def travelling_bytes(self, row: int) -> int:
-        """Bytes of a row's gradient on its way to the host, and of its new weight on its way back.
-
-        Usually, that is: a row with a copy may send an fp32 gradient.
-        """
-        form = self._form(row)
-        return form.numel * form.dtype.itemsize
-
-    def out_bytes(self, row: int) -> int:
-        """Bytes on the host for a row's new weight, where it is in memory of its own."""
-        return self._form(row).out_bytes
-
-    def traffic(self, rows: Sequence[int]) -> StateTraffic:
-        """What updates of these rows move of their states."""
-        forms = list(map(self._form, rows))
-        params = max(sum(form.numel for form in forms), 1)
-        return StateTraffic(sum(form.table_bytes for form in forms) / params, all(form.table.tie is not None for form in forms))
-
-    @property
-    def of_other_optimizer(self) -> bool:
-        """Whether they are of an optimizer without a kernel."""
-        return any(table.kernel is Kernel.NONE for table in self._tables)
-
-    @property
-    def may_halve(self) -> bool:
-        """Whether masters of bf16 weights may be in halves.
-
-        They may if each parameter has a state with signs to spare.
-        """
-        return all(table.tie is not None for table in self._tables)
-
-    def form_of(self, piece: Piece) -> RowForm:
-        """What a piece takes of memory, whether or not the parameter is cut so."""
-        table, place = self._tables[piece.parameter], self._origins[piece.parameter].after(piece.begin)
-        splits = table.tie is not None and self._engine.splits_masters
-        with without_torch_function():  # asking a guarded parameter takes 3 us, and plans ask for all of them several times
-            return RowForm(piece.numel, self._weights[piece.parameter].dtype, table, piece.parameter in self.copies, splits, place)
-
-    def _form(self, row: int) -> RowForm:
-        return self.form_of(self.pieces.piece(row))
-
-    def _weight(self, row: int) -> torch.Tensor:
-        """What the engine writes to, flat.
-
-        For the guard of a parameter this is a touch, unless the guard is off.
-        """
-        piece = self.pieces.piece(row)
-        return self.pieces.memory(piece.parameter, self._weights[piece.parameter])[piece.begin : piece.end]
 
     # ---- where they rest ----
 
@@ -230,6 +143,7 @@ class PlacedStates:
         cut_otherwise = [parameter for parameter, pieces in changed.items() if _ranges(pieces) != _ranges(now[parameter])]
         rows = {row: of.placement for parameter in changed.keys() - cut_otherwise
                 for row, of in zip(self.pieces.of(parameter), changed[parameter], strict=True)}
+        self._require_all(placed, limit_bytes)
         # Host memory is given back before any is taken.
         self._move_rows([row for row in sorted(rows) if rows[row].rests_on_device], Placement.GPU, limit_bytes)
         for parameter in cut_otherwise:
@@ -238,16 +152,17 @@ class PlacedStates:
             self._move_rows([row for row in sorted(rows) if rows[row] is place], place, limit_bytes)
 
     def _move_rows(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> None:
-        """Move rows that are elsewhere. If it raises, all are where they were."""
+        """Move rows that are elsewhere."""
         rows = [row for row in rows if self.placement[row] is not place]
-        if not rows:
-            return
+        for batch in self._batches(rows, place, limit_bytes) if rows else ():
+            self._require_room(batch, place, limit_bytes)
+            self._move_together(batch, place)
+
+    def _move_together(self, rows: Sequence[int], place: Placement) -> None:
+        """If it raises, all are where they were."""
         for row in rows:
             self._bring_weight_home(row)
         before = {row: self._states[row] for row in rows if place.rests_on_device or self.placement[row].rests_on_device}
-        if not place.rests_on_device:
-            new_slots = sum(self._form(row).slot_bytes for row in rows) if place.updates_on_cpu else 0
-            require_host_memory(self.host_bytes(before, Placement.STREAM) + new_slots, limit_bytes)
         with self._undone_on_error(to_tell := set(rows)):
             if not place.rests_on_device:
                 self._states |= self._slabs.allocate(before)
@@ -273,6 +188,7 @@ class PlacedStates:
         for row in old:
             self._bring_weight_home(row)
         before = [(self.pieces.piece(row), self._states[row]) for row in old]
+        in_use = self._in_use()  # the states are copied, so the old ones stay until then
         with self._undone_on_error(to_tell := set(old)):
             for row in old:
                 del self.placement[row]
@@ -280,7 +196,7 @@ class PlacedStates:
             for row in set(old) - set(new):
                 self._slabs.states.pop(row, None)
                 del self._states[row]
-            self._make(new, limit_bytes)
+            self._make(new, limit_bytes, in_use)
             for row in new:
                 self._fill_from(row, before)
             told = {*new, *self._slabs.arrange_slots({*old, *new}, self.placement, self._states)}
@@ -292,14 +208,15 @@ class PlacedStates:
         for row in set(old) - set(new):
             self._engine.retire(row)
 
-    def _make(self, rows: Iterable[int], limit_bytes: int | None) -> None:
-        """Master and states of these rows where they are placed, zero.
+    def _make(self, rows: Sequence[int], limit_bytes: int | None, in_use: int = 0) -> None:
+        """Master and states of these rows where they are placed, zero, beside what is `in_use`.
 
         Raises HostMemoryError, EngineError, torch.OutOfMemoryError.
         """
         on_device = [row for row in rows if self.placement[row].rests_on_device]
         on_host = [row for row in rows if not self.placement[row].rests_on_device]
-        require_host_memory(sum(self.host_bytes([row], self.placement[row]) for row in on_host), limit_bytes)
+        slots, _ = self._slabs.slots_of(rows, self.placement)
+        require_host_memory(self.host_bytes(on_host, Placement.STREAM) + slots, limit_bytes, in_use)
         self._states |= self._slabs.allocate(on_host)
         for row in on_device:
             self._states[row] = self._device_states(row)
@@ -379,16 +296,20 @@ class PlacedStates:
         for row in rows:
             place[self.placement[row]](row, self._states[row])
 
+    def _weight(self, row: int) -> torch.Tensor:
+        """What the engine writes to, flat.
+
+        For the guard of a parameter this is a touch, unless the guard is off.
+        """
+        piece = self.pieces.piece(row)
+        return self.pieces.memory(piece.parameter, self._weights[piece.parameter])[piece.begin : piece.end]
+
     def _device_states(self, row: int) -> RowStates:
         weight = self._weight(row)
         if row in self.copies:
             self.copies[row].take_memory()
             weight = flat_memory(self.copies[row].weight)
         return self._form(row).on_device(weight.device, weight)
-
-    def _place_of(self, row: int) -> tuple[int, Piece]:
-        piece = self.pieces.piece(row)
-        return self._unit_of[piece.parameter], piece
 
 
 def _by_parameter(placed: Iterable[PlacedPiece]) -> Mapping[int, tuple[PlacedPiece, ...]]:

@@ -250,15 +250,18 @@ def _is_mapped(address: int) -> bool:
     return int(ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte()))) == 0
 
 
-def require_host_memory(needed_bytes: int, limit_bytes: int | None) -> None:
+def require_host_memory(needed_bytes: int, limit_bytes: int | None, in_use_bytes: int = 0) -> None:
     """Raise HostMemoryError where the host cannot hold `needed_bytes`.
 
     It is called before anything is allocated.
+
+    in_use_bytes   what states have of `limit_bytes` already
     """
-    available = available_host_bytes() if limit_bytes is None else limit_bytes
-    if needed_bytes > available:
-        source = "are available on this host" if limit_bytes is None else "are allowed by host_memory"
+    room = available_host_bytes() if limit_bytes is None else limit_bytes - in_use_bytes
+    if needed_bytes > room:
+        there = (f"{room} bytes are available on this host" if limit_bytes is None else
+                 f"host_memory allows {limit_bytes} bytes" + (f", of which {in_use_bytes} are in use" if in_use_bytes else ""))
         raise HostMemoryError(
-            f"the optimizer states placed on the host need {needed_bytes / 2**30:.2f} GiB, {available / 2**30:.2f} GiB {source}; "
+            f"the optimizer states placed on the host need {needed_bytes} bytes{' more' if in_use_bytes else ''}, and {there}; "
             "keep more states on the device (k=..., gpu_states=...), or set host_memory where the figure is known to be wrong"
         )

@@ -57,7 +57,7 @@ class UnitSlabs:
         """
         made: dict[int, RowStates] = {}
         slabs: list[HostSlab] = []
-        for of_unit in self._by_unit(rows).values():
+        for of_unit in self.by_unit(rows).values():
             forms = list(map(self.form_of, of_unit))
             slab = HostSlab(sum(form.slab_bytes for form in forms))
             slabs.append(slab)
@@ -79,9 +79,8 @@ class UnitSlabs:
         for row in rows:
             if placement.get(row) is Placement.STREAM and (why := self.states[row].unpinned) is not None:
                 raise EngineError(f"states that are not pinned cannot be streamed: {why}; use stream=0")
-        slotted = self._by_unit(row for row, place in placement.items() if place.updates_on_cpu)
-        wanted = {unit: tuple(slotted.get(unit, ())) for unit in self._by_unit(rows)}
-        changed = {unit: of_unit for unit, of_unit in wanted.items() if of_unit != self._slot_rows.get(unit, ())}
+        wanted = self._slotted(rows, placement)
+        changed = self._changed(wanted)
         slabs = {unit: HostSlab(sum(self.form_of(row).slot_bytes for row in of_unit)) for unit, of_unit in changed.items() if of_unit}
         self._pin(list(slabs.values()))
         self._slot_rows |= changed
@@ -93,6 +92,20 @@ class UnitSlabs:
                 self._hand_out(slabs[unit], of_unit, states)
         self._slots |= slabs
         return [row for of_unit in changed.values() for row in of_unit]
+
+    def slots_of(self, rows: Iterable[int], placement: Mapping[int, Placement]) -> tuple[int, int]:
+        """Bytes of the slots that `arrange_slots` makes, and of those that it then gives back."""
+        changed = self._changed(self._slotted(rows, placement))
+        made = sum(self.form_of(row).slot_bytes for of_unit in changed.values() for row in of_unit)
+        return made, sum(self._slots[unit].nbytes for unit in changed if unit in self._slots)
+
+    def _slotted(self, rows: Iterable[int], placement: Mapping[int, Placement]) -> dict[int, tuple[int, ...]]:
+        """By unit of `rows`: its rows that are to have slots."""
+        slotted = self.by_unit(row for row, place in placement.items() if place.updates_on_cpu)
+        return {unit: tuple(slotted.get(unit, ())) for unit in self.by_unit(rows)}
+
+    def _changed(self, wanted: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        return {unit: of_unit for unit, of_unit in wanted.items() if of_unit != self._slot_rows.get(unit, ())}
 
     def _pin(self, slabs: Sequence[HostSlab]) -> None:
         pin_slabs(slabs, self.device, self.workers)
@@ -110,7 +123,7 @@ class UnitSlabs:
             if (form := self.form_of(row)).has_out:
                 states[row] = replace(states[row], out=slab.take(form.numel, form.dtype))
 
-    def _by_unit(self, rows: Iterable[int]) -> dict[int, list[int]]:
+    def by_unit(self, rows: Iterable[int]) -> dict[int, list[int]]:
         """Rows by unit, in order of the parameters and of their ranges."""
         by_unit: dict[int, list[int]] = {}
         for (unit, _), row in sorted((self.place_of(row), row) for row in rows):
