@@ -13,17 +13,38 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.pieces import params_kept
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.profile import COLLECTIVE_TIMES, FETCH_TIMES, GATHER_TIMES, STREAM_TIMES, Profile
+from hytrain_fx.ir.limits import HALF_BYTES
+from hytrain_fx.ir.plan import Placement, Plan, PlanRow
+from hytrain_fx.ir.profile import COLLECTIVE_TIMES, FETCH_TIMES, GATHER_TIMES, STREAM_TIMES, Profile, UnitProfile
 from hytrain_fx.ir.states import STATE_BYTES_PER_PARAM
+from hytrain_fx.ir.task_graph import Unit
 
 ROUNDED: Final = 1 + 1e-12
 """Factor by which sums may be off, as bytes of a parameter are means: all states fit their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """What one unit takes of either memory.
+
+    device      its states there, with the gradients that stay until their update
+    gradients   these gradients alone: they stay of streamed parameters too
+    host        its states there, without slots
+    slots       on the host, for gradients and new weights, as far as the CPU updates it
+    """
+
+    device: float
+    gradients: float
+    host: float
+    slots: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,7 @@ class Budget:
                           where it is a bound on resident states. So do weights that rest on the
                           host only as long as the CPU updates them
     staged_bytes          per parameter that a staging slot has room for; None = `host_state_bytes`
+    of_units              by unit, where they are known: units with other states take other bytes
 
     Raises PlanError for negative figures.
     """
@@ -47,11 +69,18 @@ class Budget:
     host_state_bytes: float = STATE_BYTES_PER_PARAM
     counts_streamed: bool = True
     staged_bytes: float | None = None
+    of_units: tuple[UnitBytes, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.device_bytes or 0, self.device_state_bytes, self.host_bytes or 0, self.host_state_bytes, self.staged_bytes or 0) < 0:
             raise PlanError(f"found a budget of {self.device_bytes} bytes on the device at {self.device_state_bytes} a parameter and of "
                             f"{self.host_bytes} bytes on the host at {self.host_state_bytes}, expected all >= 0")
+
+    def of(self, unit: Unit | UnitProfile) -> UnitBytes:
+        """What a unit takes."""
+        if self.of_units:
+            return self.of_units[unit.index]
+        return UnitBytes(self.device_state_bytes * unit.params, unit.grad_bytes, self.host_state_bytes * unit.params, unit.grad_bytes)
 
     def most_units(self, profile: Profile, share: float, discipline: Discipline) -> int:
         """k_mem: how many leading units rest on the device.
@@ -64,11 +93,11 @@ class Budget:
         if self.device_bytes is None:
             return len(profile.units)
         share = share if self.counts_streamed else 0.0
-        staging = self.staging_bytes(profile, discipline) if share else 0.0
+        staging = self.staging_bytes(profile.units, discipline) if share else 0.0
         weights = {u.index: u.fetch_bytes if self.counts_streamed else 0 for u in profile.units}
-        streamed = share * sum(u.grad_bytes + weights[u.index] for u in profile.units) + staging
-        used = accumulate((self.device_state_bytes * u.params + weights[u.index] - share * (u.grad_bytes + weights[u.index])
-                           for u in profile.units), initial=streamed)
+        of = [(self.of(u), weights[u.index]) for u in profile.units]
+        streamed = share * sum(unit.gradients + weight for unit, weight in of) + staging
+        used = accumulate((unit.device + weight - share * (unit.gradients + weight) for unit, weight in of), initial=streamed)
         return max((k for k, nbytes in enumerate(used) if nbytes <= self.device_bytes * ROUNDED), default=-1)
 
     def least_units(self, profile: Profile, share: float, copied_params: int = 0) -> int:
@@ -78,13 +107,38 @@ class Budget:
         """
         if self.host_bytes is None:
             return 0
-        needed = accumulate((self.host_state_bytes * u.params + (1 - share) * u.grad_bytes for u in reversed(profile.units)),
-                            initial=self.host_state_bytes * copied_params)
-        return len(profile.units) - max(bisect_right(list(needed), self.host_bytes) - 1, 0)
+        of = [self.of(u) for u in profile.units]
+        copied = of[0].host * copied_params / profile.units[0].params
+        needed = accumulate((unit.host + (1 - share) * unit.slots for unit in reversed(of)), initial=copied)
+        return len(of) - max(bisect_right(list(needed), self.host_bytes) - 1, 0)
 
-    def staging_bytes(self, profile: Profile, discipline: Discipline) -> float:
+    def device_needs(self, units: Sequence[Unit | UnitProfile], plan: Plan, discipline: Discipline) -> float:
+        """What the plan takes of `device_bytes`."""
+        resident = sum(self.of(unit := units[row.unit]).device * row.numel / unit.params
+                       for row in plan.rows if row.placement.rests_on_device)
+        if not self.counts_streamed:
+            return resident
+        weights = sum(HALF_BYTES * (unit := units[row.unit]).fetched_params * row.numel / unit.params
+                      for row in plan.rows if not row.placement.updates_on_cpu)
+        staging = self.staging_bytes(units, discipline) if plan.numel(Placement.STREAM) else 0.0
+        return resident + weights + staging + sum(self._kept_bytes(plan, unit) for unit in units)
+
+    def _kept_bytes(self, plan: Plan, unit: Unit | UnitProfile) -> float:
+        """Gradients that stay on the device though its states do not."""
+        there = sum(row.numel for row in plan.shares(unit.index) if row.placement.rests_on_device)
+        return self.of(unit).gradients * max(params_kept(plan, unit) - there, 0) / unit.params
+
+    def host_needs(self, units: Sequence[Unit | UnitProfile], plan: Plan) -> float:
+        """What the plan takes of `host_bytes`."""
+        def needed(row: PlanRow) -> float:
+            of = self.of(units[row.unit])
+            return of.host + (of.slots if row.placement.updates_on_cpu else 0.0)
+
+        return sum(needed(row) * row.numel / units[row.unit].params for row in plan.rows if not row.placement.rests_on_device)
+
+    def staging_bytes(self, units: Sequence[Unit | UnitProfile], discipline: Discipline) -> float:
         """Device memory that streamed states pass through."""
-        largest = max(max(u.param_numels or (u.params,)) for u in profile.units)
+        largest = max(max(u.param_numels or (u.params,)) for u in units)
         per_param = self.host_state_bytes if self.staged_bytes is None else self.staged_bytes
         return discipline.staging_slots * min(discipline.staging_params, largest) * per_param
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from hytrain_fx.cost_model.budget import Budget, budget_inputs, inputs_of
+from hytrain_fx.cost_model.budget import Budget, UnitBytes, budget_inputs, inputs_of
 from hytrain_fx.cost_model.cuts import at_a_cut, cuts_of, fastest
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.equation import Balance
@@ -74,6 +74,7 @@ def plan(
     host_state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     budget_counts_streamed: bool = True,
     staged_bytes_per_param: float | None = None,
+    unit_bytes: Sequence[UnitBytes] = (),
     k: int | None = None,
     stream: Stream = 0.0,
     guard: float = GUARD,
@@ -86,6 +87,7 @@ def plan(
     host_state_bytes_per_param    the states of a parameter on the host, without its slot
     budget_counts_streamed    whether `budget_bytes` holds streamed gradients and staging slots too
     staged_bytes_per_param    what a staging slot has room for, None = `host_state_bytes_per_param`
+    unit_bytes             what each unit takes, where that is known better than by the parameter
     stream                 share 0..1 of the parameters not on the device that is streamed; "auto"
                            solves it together with k (rule "windowed", no k given, a profile with
                            times for streaming; else nothing is streamed)
@@ -96,7 +98,7 @@ def plan(
     """
     _check(profile, rule, k, stream, guard)
     budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed,
-                    staged_bytes_per_param)
+                    staged_bytes_per_param, tuple(unit_bytes))
     maker = _Maker(profile, rule, k, guard, discipline or Discipline(), budget)
     if stream == "auto":
         return maker.filled(maker.best())
@@ -113,6 +115,8 @@ def streamed_k(
     budget_counts_streamed: bool,
     guard: float,
     discipline: Discipline,
+    staged_bytes_per_param: float | None = None,
+    unit_bytes: Sequence[UnitBytes] = (),
 ) -> int | None:
     """The k of `plan(profile, stream="auto", ...)` where that streams, by the windows alone.
 
@@ -121,7 +125,8 @@ def streamed_k(
     For whoever looks often whether another plan is due: no step is simulated, which is most of what
     a plan costs.
     """
-    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed)
+    budget = Budget(budget_bytes, host_budget_bytes, state_bytes_per_param, host_state_bytes_per_param, budget_counts_streamed,
+                    staged_bytes_per_param, tuple(unit_bytes))
     maker = _Maker(profile, "windowed", None, guard, discipline, budget)
     try:
         without, _, _ = maker.fitted(maker.solution(0.0))
@@ -261,7 +266,7 @@ class _Maker:
 
         def reason(unit: int) -> str:
             if k <= unit < wanted and self.budget.device_bytes is not None:
-                nbytes = self.budget.device_state_bytes * self.profile.units[unit].params
+                nbytes = self.budget.of(self.profile.units[unit]).device
                 return capped_reason(nbytes, self.budget.device_bytes, fit, wanted)
             if wanted <= unit < k and self.budget.host_bytes is not None:
                 return host_full_reason(self.budget.host_bytes, least, wanted)
@@ -272,8 +277,7 @@ class _Maker:
                             streamed_reason=lambda unit: solution.why_streamed(unit, k), cut=solution.cut)
         share = solution.share or draft.numel(Placement.STREAM) / self.profile.params
         inputs = {**inputs_of(self.profile, self.guard), "stream_share": share, **budget_inputs(self.profile, self.budget)}
-        predicted = predict(self.profile, draft, self.budget.device_state_bytes, self.discipline, self.budget.host_state_bytes)
-        return replace(draft, inputs=inputs, notes=notes, predicted=predicted)
+        return replace(draft, inputs=inputs, notes=notes, predicted=self._predicted(draft))
 
     def filled(self, made: Plan) -> Plan:
         """The plan with the room that whole units leave given to pieces of the next unit.
@@ -289,12 +293,16 @@ class _Maker:
             return made
         if k == len(self.profile.units) or k != bound.most_units(self.profile, 0.0, self.discipline):
             return made
-        free_bytes = bound.device_bytes - bound.device_state_bytes * sum(unit.params for unit in self.profile.units[:k])
-        more = with_more_on_device(made, self.profile.units[k], free_bytes, bound.device_state_bytes, filling_reason(bound.device_bytes, k))
+        free_bytes, unit = bound.device_bytes - sum(bound.of(unit).device for unit in self.profile.units[:k]), self.profile.units[k]
+        more = with_more_on_device(made, unit, free_bytes, bound.of(unit).device / unit.params, filling_reason(bound.device_bytes, k))
         if more is made:
             return made
-        predicted = predict(self.profile, more, bound.device_state_bytes, self.discipline, bound.host_state_bytes)
+        predicted = self._predicted(more)
         return replace(more, predicted=predicted) if predicted["step_us"] < made.predicted["step_us"] else made
+
+    def _predicted(self, made: Plan) -> dict[str, float]:
+        budget = self.budget
+        return predict(self.profile, made, budget.device_state_bytes, self.discipline, budget.host_state_bytes, budget.of_units)
 
     @functools.cached_property
     def _windows(self) -> Windows:
@@ -339,16 +347,18 @@ def predict(
     state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
     discipline: Discipline | None = None,
     host_state_bytes_per_param: float = STATE_BYTES_PER_PARAM,
+    unit_bytes: Sequence[UnitBytes] = (),
 ) -> dict[str, float]:
     """What `plan` is expected to cost on `profile`: simulated times, and bytes by tier.
 
-    `host_bytes` counts the states of shares not on the device, and for those updated by the CPU a
-    slot for their gradients (in) and new weights (out). `stream_bytes` cross the link in each
+    `host_bytes` counts the states of shares not on the device, and for those updated by the CPU
+    slots for their gradients (in) and new weights (out). `stream_bytes` cross the link in each
     direction in a step. Of the bandwidth of host memory, where it is known, the share is predicted
     that is left; of weights that rest on the host, `fetch_figures`.
     """
     step = steady_step(profile, plan, discipline := discipline or Discipline())
     graph, schedule, rate = step.graph, step.schedule, bytes_per_us(profile)
+    sizes = Budget(None, None, state_bytes_per_param, host_state_bytes_per_param, counts_streamed=False, of_units=tuple(unit_bytes))
     return {
         "step_us": schedule.makespan_us,
         "compute_us": profile.compute_us,
@@ -362,8 +372,8 @@ def predict(
         **({"collectives_idle_share": schedule.idle_share(Resource.COLLECTIVES)} if profile.has_collectives else {}),
         **({} if rate is None else {"host_memory_idle_share": max(0.0, 1 - graph.host_bytes / rate / schedule.makespan_us)}),
         **fetch_figures(profile, plan, discipline.units_ahead, schedule),
-        "gpu_states_bytes": state_bytes_per_param * plan.numel(Placement.GPU),
-        "host_bytes": host_state_bytes_per_param * (profile.params - plan.numel(Placement.GPU)) + graph.total("bytes", TaskKind.D2H),
+        "gpu_states_bytes": sizes.device_needs(profile.units, plan, discipline),
+        "host_bytes": sizes.host_needs(profile.units, plan),
         "stream_bytes": graph.total("bytes", TaskKind.STREAM_IN),
     }
 

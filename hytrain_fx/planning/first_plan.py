@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from hytrain_fx.config import Config
+from hytrain_fx.cost_model.budget import ROUNDED
 from hytrain_fx.cost_model.planner import SHARES_THAT_MAY_FIT, prefix_plan
 from hytrain_fx.cost_model.reasons import given_share_reason
 from hytrain_fx.errors import ConfigError, HostMemoryError, UnsupportedError
@@ -35,17 +35,12 @@ def first_plan(config: Config, units: ModelUnits, sizes: StateSizes, engine: Eng
     Raises UnsupportedError where states are to be streamed and the engine cannot; ConfigError and
     HostMemoryError like `require_room`.
     """
-    known = units()
     if config.plan is not None:
-        plan = renumbered(config.plan, known)
+        plan = renumbered(config.plan, units())
     elif config.k != "auto":
-        plan = fixed_plan(config, known)
+        plan = fixed_plan(config, units())
     else:
-        most_k = most_on_device(config, known, sizes.device_bytes_per_param(), device_bytes)
-        shares, limit_bytes = _shares(config, streams=streams), host_budget_bytes(config.host_memory)
-        require_room(config, known, sizes.host_bytes_per_param(), most_k=most_k, most_streamed=shares[-1], limit_bytes=limit_bytes)
-        plan = plan_until_measured(known, lambda unit, place: sizes.host_bytes(units.rows_of(unit), place), most_k=most_k, shares=shares,
-                                   limit_bytes=limit_bytes)
+        plan = _plan_that_fits(config, units, sizes, device_bytes=device_bytes, streams=streams)
     if plan.numel(Placement.STREAM) and not engine.can_stream:
         asked = f"stream={config.stream!r}" if config.plan is None else "the given plan"
         raise UnsupportedError(f"{asked} streams states, and the {engine.name} engine cannot; expected engine=\"native\", or "
@@ -72,36 +67,53 @@ def _shares(config: Config, *, streams: bool) -> tuple[float, ...]:
     return (0.0, *SHARES_THAT_MAY_FIT) if streams else (0.0,)
 
 
-def most_on_device(config: Config, units: Sequence[Unit], bytes_per_param: float, device_bytes: float) -> int:
+def _plan_that_fits(config: Config, units: ModelUnits, sizes: StateSizes, *, device_bytes: float, streams: bool) -> Plan:
+    """The plan until times are measured; raises as `require_room` does.
+
+    Whether autocast will give fp32 weights copies is not known yet. So states count on the device
+    as with copies, as plans do later, unless only without them both memories hold all.
+    """
+    known, limit_bytes = units(), host_budget_bytes(config.host_memory)
+    needed = 0
+    for as_copied in (True, False) if sizes.may_copy else (False,):
+        of_units = [sizes.of(units.rows_of(unit), as_copied=as_copied) for unit in known]
+        plan = plan_until_measured(known, [of.host + of.slots for of in of_units], lambda plan: sizes.host_bytes_of(units.pieces_of(plan)),
+                                   most_k=most_on_device(config, [of.device for of in of_units], device_bytes),
+                                   shares=_shares(config, streams=streams), limit_bytes=limit_bytes)
+        needed = sizes.host_bytes_of(units.pieces_of(plan))
+        if needed <= limit_bytes:
+            break
+    require_room(config, len(known), plan.k, needed_bytes=needed, limit_bytes=limit_bytes)
+    return plan
+
+
+def most_on_device(config: Config, units_bytes: Sequence[float], device_bytes: float) -> int:
     """How many leading units `gpu_states` lets rest on the device.
 
-        bytes_per_param    of states and gradient there
-        device_bytes       what the device has: with gpu_states="auto" no more is known before steps
-                           have run
+        units_bytes     of states and gradients there, by unit
+        device_bytes    what the device has: with gpu_states="auto" no more is known before steps
+                        have run
     """
     room = device_bytes
     if config.gpu_states != "auto":
-        total = bytes_per_param * sum(unit.params for unit in units)
-        room = config.gpu_states * total if isinstance(config.gpu_states, float) else config.gpu_states
-    return sum(bytes_per_param * params <= room for params in accumulate(unit.params for unit in units))
+        room = config.gpu_states * sum(units_bytes) if isinstance(config.gpu_states, float) else config.gpu_states
+    return sum(nbytes <= room * ROUNDED for nbytes in accumulate(units_bytes))
 
 
-def require_room(
-    config: Config, units: Sequence[Unit], host_bytes_per_param: float, *, most_k: int, most_streamed: float, limit_bytes: int
-) -> None:
+def require_room(config: Config, units: int, k: int, *, needed_bytes: int, limit_bytes: int) -> None:
     """Raise where `gpu_states` and the host's memory together hold no plan.
 
     ConfigError for an option, HostMemoryError for the machine.
 
-        most_k           units that may rest on the device
-        most_streamed    share of the others that may be streamed: it has no slots for gradients
-        limit_bytes      for states on the host
+        k               of all units, those on the device where the host has the least
+        needed_bytes    of the host by that plan, for states and slots
+        limit_bytes     for them
     """
-    needed = sum(host_bytes_per_param * unit.params + (1 - most_streamed) * unit.grad_bytes for unit in units[most_k:])
-    if needed <= limit_bytes:
+    if needed_bytes <= limit_bytes:
         return
-    why = (f"gpu_states={config.gpu_states!r} leaves the states of {len(units) - most_k} of {len(units)} units to the host, "
-           f"{math.ceil(needed)} bytes")
+    streamed = "" if config.stream == "auto" else f" and stream={config.stream!r}"
+    why = (f"gpu_states={config.gpu_states!r}{streamed} leaves the states of {units - k} of {units} units to the host, "
+           f"{needed_bytes} bytes with their slots")
     if config.host_memory is None:
         raise HostMemoryError(f"no plan fits the memory: {why}; the host has {limit_bytes} bytes for them. Keep more of them on the device "
                               "(gpu_states=...), or set host_memory where that figure is known to be wrong")
@@ -110,19 +122,21 @@ def require_room(
 
 
 def plan_until_measured(
-    units: Sequence[Unit], host_bytes: Callable[[Unit, Placement], int], *, most_k: int, shares: Sequence[float], limit_bytes: int
+    units: Sequence[Unit], by_cpu_bytes: Sequence[float], host_bytes: Callable[[Plan], float], *, most_k: int, shares: Sequence[float],
+    limit_bytes: int
 ) -> Plan:
     """Every unit on the host, except the first ones if it does not hold them all.
 
     Where more than `most_k` would have to be on the device, these are, and of the others the least
     of `shares` is streamed with which the host holds them, as what is streamed has no slots there.
+    Where none is enough, the plan with the most.
 
-        host_bytes     what a unit takes of the host in either placement
+        by_cpu_bytes   what each unit takes of the host where the CPU updates it
+        host_bytes     what a plan takes of it
         shares         the smallest first
-        limit_bytes    for states on the host
+        limit_bytes    for states and slots on the host
     """
-    by_cpu = [host_bytes(unit, Placement.CPU) for unit in units]
-    least_k = next(k for k in range(len(units) + 1) if sum(by_cpu[k:]) <= limit_bytes)
+    least_k = next(k for k in range(len(units) + 1) if sum(by_cpu_bytes[k:]) <= limit_bytes)
     k = min(least_k, most_k)
     on_host = len(units) - k
     fits = f"the host's {limit_bytes / 2**30:.1f} GiB hold the states of the last {on_host} units"
@@ -136,10 +150,5 @@ def plan_until_measured(
 
     if k == least_k:
         return of_share(shares[0])
-    fitting = (plan for plan in map(of_share, shares) if _bytes_on_host(plan, units, host_bytes) <= limit_bytes)
+    fitting = (plan for plan in map(of_share, shares) if host_bytes(plan) <= limit_bytes)
     return next(fitting, None) or of_share(shares[-1])
-
-
-def _bytes_on_host(plan: Plan, units: Sequence[Unit], host_bytes: Callable[[Unit, Placement], int]) -> float:
-    return sum(host_bytes(units[row.unit], row.placement) * row.numel / units[row.unit].params
-               for row in plan.rows if not row.placement.rests_on_device)

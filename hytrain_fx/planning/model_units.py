@@ -13,7 +13,8 @@ from typing import Any
 from hytrain_fx.capture.backend import Capture
 from hytrain_fx.capture.parameters import ParameterTable
 from hytrain_fx.capture.units import Unit as RegisteredUnit
-from hytrain_fx.ir.limits import CHUNK_PARAMS, UNITS_AHEAD
+from hytrain_fx.cost_model.budget import UnitBytes
+from hytrain_fx.ir.limits import CHUNK_PARAMS, FP32_BYTES, UNITS_AHEAD
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement, Plan, pieces_of_unit, validate
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.ir.task_graph import Unit
@@ -21,6 +22,7 @@ from hytrain_fx.planning.weight_window import WeightWindow, with_collectives, wi
 from hytrain_fx.runtime.lane_times import LaneTimes
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 from hytrain_fx.runtime.ranks import Ranks
+from hytrain_fx.runtime.states.copied_weights import owns_memory
 from hytrain_fx.runtime.states.store import StateStore
 
 
@@ -158,41 +160,46 @@ class ModelUnits:
 
 
 class StateSizes:
-    """Of all rows of one model, wherever their states rest."""
+    """Of all rows of one model, wherever their states rest.
 
-    def __init__(self, table: ParameterTable, states: StateStore) -> None:
+    may_copy   autocast may give fp32 weights copies, which then take what `as_copied` counts
+    """
+
+    def __init__(self, table: ParameterTable, states: StateStore, *, may_copy: bool = False) -> None:
         self._homes = table.homes
         self._states = states
         self._rows = range(len(table))
         self._numel = max(sum(home.numel() for home in table.homes), 1)
+        self.may_copy = may_copy and any(map(owns_memory, table.homes))
 
     @property
     def may_be_streamed(self) -> bool:
         """Whether all that has to be pinned on the host is: copies are asynchronous then."""
         return not any(slab.unpinned for slab in self._states.slabs)
 
+    def of(self, rows: Sequence[int], *, as_copied: bool = False) -> UnitBytes:
+        """What a unit of these rows takes of either memory, as it is or with copies."""
+        states, gradients = self._states, self._grad_bytes(rows)
+        new = [self._homes[row] for row in rows if as_copied and row not in states.copies and owns_memory(self._homes[row])]
+        device = states.device_bytes(rows) + gradients + sum(home.nbytes for home in new)  # the weight is a master beside its copy
+        host = states.host_bytes(rows, Placement.STREAM)
+        return UnitBytes(device, gradients, host, states.host_bytes(rows) - host)
+
     def device_bytes_per_param(self) -> float:
         """States, and the gradient that stays on the device until its update has run."""
-        return (self._states.device_bytes(self._rows) + self._grad_bytes(self._rows)) / self._numel
+        return self.of(self._rows).device / self._numel
 
     def host_bytes_per_param(self) -> float:
-        """States on the host and new weights next to them.
+        """States on the host, without slots."""
+        return self.of(self._rows).host / self._numel
 
-        Slots count only as far as gradients do not fill them.
-        """
-        apart = sum(map(self._states.out_bytes, self._rows))
-        return (self._states.host_bytes(self._rows, Placement.STREAM) + apart + self.wider_bytes()) / self._numel
+    def host_bytes_of(self, placed: Sequence[PlacedPiece]) -> int:
+        """Host memory that states take there, with their slots."""
+        return self._states.host_bytes_of(placed)
 
-    def host_bytes(self, rows: Sequence[int], place: Placement) -> int:
-        """Host memory that these rows take there in this placement, with their slots."""
-        return self._states.host_bytes(rows, place)
-
-    def wider_bytes(self) -> int:
-        """Bytes by which gradients of rows with 16-bit copies are larger at rest than on their way.
-
-        At rest means in a slot or on the device.
-        """
-        return self._grad_bytes(self._rows) - sum(map(self._states.travelling_bytes, self._rows))
+    def staged_bytes_per_param(self) -> int:
+        """What a staging slot has room for: the most states that one of the rows has, in fp32."""
+        return FP32_BYTES * max((self._states.table(row).tensors for row in self._rows), default=1)
 
     def resident_device_bytes(self) -> int:
         """Device memory that states, and gradients waiting there for their update, take already."""

@@ -69,6 +69,7 @@ class Planning:
     recording, held     no plan is made from what steps show: inside hytrain_fx.record(); up to the
                         step of this number, as the CPU trains a share that plans do not know of
     captured_steps      steps with a captured backward, so far
+    may_copy            whether fp32 weights may get 16-bit copies, under autocast
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Planning:
     ) -> None:
         self._config, self._table, self._states, self._engine, self._marks = config, table, states, engine, marks
         self.units = ModelUnits(table, registered, states, ranks)
-        self._sizes = StateSizes(table, states)
+        # Ranks average gradients in fp32.
+        self.may_copy = config.autocast_copies and states.may_halve and not ranks
+        self._sizes = StateSizes(table, states, may_copy=self.may_copy and engine.takes_copies)
         self._moves = MoveCosts(self._sizes, states)
         self.solver = Solver(config, table.device, self.units, self._sizes, can_stream=engine.can_stream)
         self.controller = Controller(config.replan_every if self.solver.solves else 0, config.warmup_steps)
@@ -255,6 +258,9 @@ class Planning:
             self.controller.hear(Event.TOGETHER)
             self._try_streaming()
             return
+        if not self.solver.has_room(better, self.plan, self.discipline):
+            self.controller.hear(Event.REFUSED, f"not moved, as memory has no room for it: {better.notes[-1]}")
+            return
         if self.profile is not None:
             better = self.solver.predicted(self.profile, better, self.discipline)
             if self._saw_streaming and not self._balancing.lane_is_late:
@@ -270,7 +276,8 @@ class Planning:
     def _try_streaming(self) -> None:
         if self._table.device.type != "cuda" or self.last.tries or not self.controller.may_try:  # a CPU's steps are too uneven
             return
-        self._stream_trial.look(self.plan, self.units(), self.last.steps_us, self.discipline, self.solver.predict)
+        self._stream_trial.look(self.plan, self.units(), self.last.steps_us, self.discipline, self.solver.predict,
+                                lambda plan: self.solver.has_room(plan, self.plan, self.discipline))
         if not self._agreed_trials:
             self._begin_streaming()
 

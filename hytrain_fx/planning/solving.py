@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hytrain_fx.config import Config
-from hytrain_fx.cost_model.budget import ROUNDED
+from hytrain_fx.cost_model.budget import ROUNDED, Budget, UnitBytes
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.fetch_depth import FetchDepth, fetch_depth
 from hytrain_fx.cost_model.planner import Stream, predict, streamed_k
@@ -76,14 +76,14 @@ class Solver:
         if self._config.plan is not None:
             return self.renewed(profile, in_force, discipline)
         share = given_share(self._config)
-        made = solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes_per_param())
+        made = solve(profile, k=int(self._config.k), stream=share, discipline=discipline, **self._bytes())
         return self._looking_ahead(profile, made, discipline)
 
     def solved(self, profile: Profile, guard: float, discipline: Discipline) -> Plan:
         """The best plan, by the rule asked for. Raises PlanError where memory holds none."""
         config = self._config
         stream: Stream = config.stream if config.stream == "auto" else given_share(config)
-        made = solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0, **self._within(profile, guard, discipline))
+        made = solve(profile, rule=config.planner, stream=stream if self.may_stream else 0.0, **self._within(guard, discipline))
         return self._looking_ahead(profile, made, discipline)
 
     def renewed(self, profile: Profile, in_force: Plan, discipline: Discipline) -> Plan:
@@ -111,8 +111,8 @@ class Solver:
 
     def _slots_bytes(self, made: Plan) -> int:
         """What slots of weights may take on the device: theirs now, and what the plan leaves."""
-        share = {unit.index: unit.fetched_params / unit.params for unit in self._units()}
-        taken = sum((self._sizes.device_bytes_per_param() + HALF_BYTES * share[row.unit]) * row.numel
+        units, of_units = self._units(), self._of_units()
+        taken = sum((of_units[row.unit].device + HALF_BYTES * units[row.unit].fetched_params) * row.numel / units[row.unit].params
                     for row in made.rows if row.placement.rests_on_device)
         free = device_budget_bytes("auto", self._device, 0.0, self._resident_bytes())
         return max(int(free - taken), 0) + (self._units.window.slot_bytes if self._units.window else 0)
@@ -123,7 +123,7 @@ class Solver:
 
     def keeps_k(self, profile: Profile, guard: float, discipline: Discipline, k: int) -> bool:
         """Whether k would be solved again: then a balanced share stays too."""
-        return streamed_k(profile, **self._within(profile, guard, discipline)) == k
+        return streamed_k(profile, **self._within(guard, discipline)) == k
 
     def all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
         """All states on the device, None where they do not fit. Solved once for a profile."""
@@ -146,7 +146,7 @@ class Solver:
 
         Raises PlanError where memory holds none.
         """
-        return solve(profile, k=k, **self._within(profile, guard, discipline))
+        return solve(profile, k=k, **self._within(guard, discipline))
 
     def _all_on_device(self, profile: Profile, guard: float, discipline: Discipline) -> Plan | None:
         try:
@@ -155,33 +155,56 @@ class Solver:
             return None
         return made if made.k == len(profile.units) else None
 
+    def has_room(self, plan: Plan, in_force: Plan, discipline: Discipline) -> bool:
+        """Whether both memories hold a plan that was not solved within them.
+
+        What takes no more than the plan in force does is held, and staging slots that are there
+        are not needed twice.
+        """
+        units, of_units = self._units(), self._of_units()
+        budget = Budget(self._budget_bytes(of_units), self._host_budget_bytes(), counts_streamed=self._config.gpu_states == "auto",
+                        staged_bytes=self._sizes.staged_bytes_per_param(), of_units=of_units)
+        needs, there = (budget.device_needs(units, of, discipline) for of in (plan, in_force))
+        staging = budget.staging_bytes(units, discipline) if in_force.numel(Placement.STREAM) else 0.0
+        on_host, now = (budget.host_needs(units, of) for of in (plan, in_force))
+        return needs <= max((budget.device_bytes or 0) + staging, there) * ROUNDED and on_host <= max(budget.host_bytes or 0, now) * ROUNDED
+
     def predict(self, profile: Profile, plan: Plan, discipline: Discipline) -> dict[str, float]:
         """Figures of a step under `plan`."""
-        return predict(profile, plan, discipline=discipline, **self._bytes_per_param())
+        return predict(profile, plan, discipline=discipline, **self._bytes())
 
     def predicted(self, profile: Profile, plan: Plan, discipline: Discipline) -> Plan:
         """The plan with these figures."""
         return replace(plan, predicted=self.predict(profile, plan, discipline))
 
-    def _within(self, profile: Profile, guard: float, discipline: Discipline) -> dict[str, Any]:
+    def _within(self, guard: float, discipline: Discipline) -> dict[str, Any]:
         """What a plan is solved within: memory, and how the runtime works."""
-        config, sizes = self._config, self._sizes
-        all_states = profile.params * sizes.device_bytes_per_param()
-        budget = device_budget_bytes(config.gpu_states, self._device, all_states, self._resident_bytes())
-        if self.most_bytes is not None:
-            budget = min(budget, self.most_bytes)
+        sizes = self._bytes()
         return {
-            "budget_bytes": max(int(budget * ROUNDED) - (sizes.wider_bytes() if self.may_stream else 0), 0),
-            "budget_counts_streamed": config.gpu_states == "auto",
+            "budget_bytes": self._budget_bytes(sizes["unit_bytes"]),
+            "budget_counts_streamed": self._config.gpu_states == "auto",
             "host_budget_bytes": self._host_budget_bytes(),
+            "staged_bytes_per_param": self._sizes.staged_bytes_per_param(),
             "guard": guard,
             "discipline": discipline,
-            **self._bytes_per_param(),
+            **sizes,
         }
 
-    def _bytes_per_param(self) -> dict[str, Any]:
+    def _budget_bytes(self, of_units: Sequence[UnitBytes]) -> int:
+        """What states may take on the device in all."""
+        all_states = sum(unit.device for unit in of_units)
+        budget = device_budget_bytes(self._config.gpu_states, self._device, all_states, self._resident_bytes())
+        if self.most_bytes is not None:
+            budget = min(budget, self.most_bytes)
+        return max(int(budget * ROUNDED), 0)
+
+    def _bytes(self) -> dict[str, Any]:
         sizes = self._sizes
-        return {"state_bytes_per_param": sizes.device_bytes_per_param(), "host_state_bytes_per_param": sizes.host_bytes_per_param()}
+        return {"state_bytes_per_param": sizes.device_bytes_per_param(), "host_state_bytes_per_param": sizes.host_bytes_per_param(),
+                "unit_bytes": self._of_units()}
+
+    def _of_units(self) -> tuple[UnitBytes, ...]:
+        return tuple(self._sizes.of(self._units.rows_of(unit)) for unit in self._units())
 
     def _host_budget_bytes(self) -> int:
         """What states may take on the host in all.

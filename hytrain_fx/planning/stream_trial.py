@@ -61,13 +61,14 @@ class StreamTrial:
 
     def look(
         self, present: Plan, units: Sequence[Unit], steps_us: Sequence[float], discipline: Discipline,
-        predict: Callable[[Profile, Plan, Discipline], dict[str, float]],
+        predict: Callable[[Profile, Plan, Discipline], dict[str, float]], has_room: Callable[[Plan], bool],
     ) -> None:
-        """Find the plan to try.
+        """Find the plan to try. Where memory has no room for it now, it may be found later.
 
         steps_us     lengths of the last steps, newest last
         discipline   how the runtime works now
         predict      a plan's prediction by a profile
+        has_room     whether memory holds a plan: gradients of what is streamed stay on the device
         """
         known = self.untried or self._undisturbed is None or self._k == present.k
         if known or len(steps_us) < _SEEN or not 0 < streamed_share(present) < 1:
@@ -81,8 +82,10 @@ class StreamTrial:
         predicted_us = self._predicted.figures["step_us"]
         if predicted_us > (1 - _GAIN) * now_us:
             return
-        told = f"steps take {time_text(now_us)}; with {why} they were predicted at {time_text(predicted_us)}, so that is tried"
         found = with_share(present, units, 1.0, why)
+        if not has_room(found):
+            return
+        told = f"steps take {time_text(now_us)}; with {why} they were predicted at {time_text(predicted_us)}, so that is tried"
         self.untried = replace(found, predicted=dict(self._predicted.figures), notes=(*found.notes, told))
 
     def begun(self) -> None:

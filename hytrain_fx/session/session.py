@@ -109,16 +109,15 @@ class Session:
         self.planning = Planning(self.config, self.table, self.units, self.states, self.engine, self.marks, self.ranks)
         self.resources.allocate(self.planning.first_placement, self.ranks)
         self.number = NODES.register(self.nodes, self.table.parameters, self.states.copies.tensors, self.nodes.running)
-        copied = self.config.autocast_copies and self.states.may_halve and not self.ranks  # they average in fp32
         self._outside = OutsideCalls(model)
         self.eager = EagerAccess(self.table, self.engine, self.states, self.units, self.nodes, self.held, self.turns, self.marks,
-                                 self._outside, copies=copied, is_over=lambda: not self._shut_down.alive)
+                                 self._outside, copies=self.planning.may_copy, is_over=lambda: not self._shut_down.alive)
         if self.nodes.gathered:
             self.nodes.gathered.unseen = self.eager.reads.in_graph
         self.copies = self.eager.copies
         stream_weights(self.eager.streamed, self.states, self.engine, self.resources, self.ranks, self.planning, self.config)
         self.plain = PlainWhileRunning(self.table.parameters, self.eager.guard_type(), self.eager.touched_parameters)
-        copies = self.copies if self.engine.takes_copies and copied else None
+        copies = self.copies if self.engine.takes_copies and self.planning.may_copy else None
         self.pressure = MemoryPressure(self.planning, self.resources, self.nodes, self.ranks)
         self.graphs = SessionGraphs(self.number, self.table, self.units, self.states.pieces, self.nodes, self.plain.while_running,
                                     self.eager.reads, self.pressure.noticed, self.planning.renumber, self._compiling, copies,

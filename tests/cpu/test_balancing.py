@@ -426,6 +426,29 @@ def test_a_share_moves_where_the_lane_ends_last_whatever_the_profile_says(twins:
     assert streamed_share(planning.plan) < 0.45
 
 
+@pytest.mark.parametrize(("ends", "memory", "nbytes", "moves"), [
+    (FinishTimes(9e6, 3e6), "device", 0, False), (FinishTimes(9e6, 3e6), "device", 1 << 40, True),
+    (FinishTimes(9e6, 3e6), "host", 0, True), (FinishTimes(3e6, 9e6), "host", 0, False),
+    (FinishTimes(3e6, 9e6), "host", 1 << 40, True), (FinishTimes(3e6, 9e6), "device", 0, True),
+])
+def test_a_share_moves_where_memory_has_room_for_what_it_adds(
+    twins: Twins, ends: FinishTimes, memory: str, nbytes: int, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More streaming adds gradients on the device, less of it adds slots on the host.
+
+    A share that takes less of the memory that is full moves all the same.
+    """
+    planning = twins.session.planning
+    monkeypatch.setattr(twins.session.engine, "finish_times", lambda: ends)
+    monkeypatch.setattr("hytrain_fx.planning.solving.device_budget_bytes", lambda *of: nbytes if memory == "device" else 1 << 40)
+    monkeypatch.setattr("hytrain_fx.planning.solving.host_budget_bytes", lambda limit: nbytes if memory == "host" else 1 << 40)
+    twins.restart()
+    put_in_force(twins, half_streamed(twins))
+    plain_loop(8)(twins.ours, twins.optimizer, twins.batches)
+    assert (streamed_share(planning.plan) != pytest.approx(0.5, abs=0.03)) == moves
+    assert ("memory has no room" in planning.controller.standing.why) != moves
+
+
 def measuring(twins: Twins, profile: object, measured: Callable[[], None]) -> Callable[[object], object]:
     """Take what was read, and give `profile` instead."""
 

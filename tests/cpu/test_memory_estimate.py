@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hytrain_fx.config import Moments
 from hytrain_fx.forecast.memory import footprint
 from hytrain_fx.forecast.shapes import read_shape
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Piece, Placement
 from hytrain_fx.ir.states import ADAMW, ADAMW_DEFAULT, MOMENTS, StateTable
 from hytrain_fx.runtime.engine import Engine, RowSpec, RowStates
 from hytrain_fx.runtime.native.engine import NativeEngine
@@ -83,8 +83,9 @@ def test_new_weights_that_have_memory_of_their_own_count(dtype: torch.dtype, spl
     engine.splits_masters = splits
     store = StateStore([torch.ones(100, dtype=dtype)], [0], [ADAMW_DEFAULT], cast(Engine, engine))
     apart = dtype == torch.float16 or not splits
-    assert store.out_bytes(0) == (padded_bytes(200) if apart else 0)
-    estimate = estimate_memory([RowSize(100, 2, out_bytes=store.out_bytes(0))], [Placement.CPU], ring_bytes=0, pinned=True)
+    out_bytes = store.form_of(Piece(0, 0, 100)).out_bytes
+    assert out_bytes == (padded_bytes(200) if apart else 0)
+    estimate = estimate_memory([RowSize(100, 2, out_bytes=out_bytes)], [Placement.CPU], ring_bytes=0, pinned=True)
     assert estimate.host_bytes == store.host_bytes([0])
     store.allocate(whole_pieces([100], [Placement.CPU]), None)
     out, slot = store[0].out, store[0].slot

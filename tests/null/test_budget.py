@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain_fx.cost_model.budget import ROUNDED, Budget
+from hytrain_fx.cost_model.budget import ROUNDED, Budget, UnitBytes
 from hytrain_fx.cost_model.discipline import Discipline
+from hytrain_fx.cost_model.planner import plan, prefix_plan
 from hytrain_fx.errors import PlanError
+from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import Profile
 from tests.null.profiles import profile_of, profiles, streaming_profiles, uniform, unit
 
@@ -65,10 +67,11 @@ def test_the_least_units_leave_what_the_host_holds(profile: Profile, budget: int
 def test_staging_slots_may_be_wider_than_the_states(profile: Profile, budget: int, share: float) -> None:
     """Slots of 12 bytes a parameter hold states of 8, and take from the device what they are."""
     wide, narrow = Budget(budget, 0, 8, 8, staged_bytes=12), Budget(budget, 0, 8, 8)
-    assert wide.staging_bytes(profile, DISCIPLINE) == Budget().staging_bytes(profile, DISCIPLINE)
-    assert narrow.staging_bytes(profile, DISCIPLINE) == pytest.approx(8 / 12 * wide.staging_bytes(profile, DISCIPLINE))
-    less = Budget(max(budget - int(wide.staging_bytes(profile, DISCIPLINE) - narrow.staging_bytes(profile, DISCIPLINE)), 0), 0, 8, 8)
-    if share and budget > wide.staging_bytes(profile, DISCIPLINE):
+    assert wide.staging_bytes(profile.units, DISCIPLINE) == Budget().staging_bytes(profile.units, DISCIPLINE)
+    assert narrow.staging_bytes(profile.units, DISCIPLINE) == pytest.approx(8 / 12 * wide.staging_bytes(profile.units, DISCIPLINE))
+    slots = wide.staging_bytes(profile.units, DISCIPLINE)
+    less = Budget(max(budget - int(slots - narrow.staging_bytes(profile.units, DISCIPLINE)), 0), 0, 8, 8)
+    if share and budget > slots:
         assert wide.most_units(profile, share, DISCIPLINE) == less.most_units(profile, share, DISCIPLINE)
 
 
@@ -89,3 +92,53 @@ def test_all_states_fit_as_many_bytes(sizes: list[int], fraction: int) -> None:
     whole = 12 * sum(sizes) + 4 * fraction  # without rounding
     assert Budget(whole, device_state_bytes=each).most_units(profile, 0.0, DISCIPLINE) == len(sizes)
     assert int(each * sum(sizes) * ROUNDED) >= whole
+
+
+UNITS = st.lists(st.builds(UnitBytes, st.integers(20, 5_000), st.integers(0, 20), st.integers(1, 5_000), st.integers(0, 500)),
+                 min_size=8, max_size=8)
+
+
+@given(profile=streaming_profiles(), sizes=UNITS, budget=st.integers(0, 20_000), host=st.integers(0, 20_000), share=st.floats(0, 1))
+def test_units_count_with_their_own_bytes(profile: Profile, sizes: list[UnitBytes], budget: int, host: int, share: float) -> None:
+    """The most and the least units are as their own bytes say, wider gradients and slots too."""
+    of, n = Budget(budget, host, of_units=tuple(sizes), staged_bytes=0), len(profile.units)
+    k = of.most_units(profile, share, DISCIPLINE)
+
+    def there(k: int) -> float:
+        return sum(unit.device for unit in sizes[:k]) + share * sum(unit.gradients for unit in sizes[k:n])
+
+    assert k < 0 or there(k) <= budget + 1e-6
+    assert k == n or there(k + 1) > budget - 1e-6
+    least = of.least_units(profile, share)
+    left = [unit.host + (1 - share) * unit.slots for unit in sizes[:n]]
+    assert sum(left[least:]) <= host + 1e-6
+    assert least == 0 or sum(left[least - 1 :]) > host - 1e-6
+
+
+@given(profile=streaming_profiles(), sizes=UNITS, k=st.integers(0, 8), share=st.floats(0, 1), counts=st.booleans())
+def test_what_a_plan_needs_is_what_its_rows_do(profile: Profile, sizes: list[UnitBytes], k: int, share: float, counts: bool) -> None:
+    """Of both memories. Whole units need what `most_units` and `least_units` compare."""
+    of, k = Budget(of_units=tuple(sizes), staged_bytes=1, counts_streamed=counts), min(k, len(profile.units))
+    made = prefix_plan(profile.units, k, source="test", reason=lambda _: "", share=share)
+    parts = [(row.placement, row.numel / profile.units[row.unit].params, sizes[row.unit]) for row in made.rows]
+    device = sum(part * (unit.device if place is Placement.GPU else unit.gradients if counts else 0)
+                 for place, part, unit in parts if place is not Placement.CPU)
+    staging = of.staging_bytes(profile.units, DISCIPLINE) if counts and made.numel(Placement.STREAM) else 0
+    assert of.device_needs(profile.units, made, DISCIPLINE) == pytest.approx(device + staging)
+    host = sum(part * (unit.host + (unit.slots if place is Placement.CPU else 0))
+               for place, part, unit in parts if place is not Placement.GPU)
+    assert of.host_needs(profile.units, made) == pytest.approx(host)
+
+
+def test_plans_and_predictions_follow_each_units_bytes() -> None:
+    """Of four equal units two have twice the states: under half of all the first one alone fits.
+
+    By the mean two would. The host holds the other three, which need more than three means.
+    """
+    profile, sizes = uniform(4), [UnitBytes(2000, 100, 2000, 100), UnitBytes(1000, 100, 1000, 100)] * 2
+    made = plan(profile, unit_bytes=sizes, budget_bytes=2_999, host_budget_bytes=4_300, k=4)
+    assert made.k == 1
+    assert made.predicted["gpu_states_bytes"] == 2000
+    assert made.predicted["host_bytes"] == 4_300
+    with pytest.raises(PlanError, match="no plan fits"):
+        plan(profile, unit_bytes=sizes, budget_bytes=2_999, host_budget_bytes=4_299, k=4)

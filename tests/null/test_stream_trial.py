@@ -34,12 +34,16 @@ def figures(profile: Profile, plan: Plan, discipline: Discipline) -> dict[str, f
     return predict(profile, plan, discipline=discipline)
 
 
+def roomy(plan: Plan) -> bool:
+    return True
+
+
 def level(share: float = 0.5, k: int = 0) -> Plan:
     return prefix_plan(FAST.units, k, source="windowed", reason=lambda unit: "test", share=share, streamed_reason=lambda unit: "test")
 
 
-def tried(trial: StreamTrial, plan: Plan, step_us: float) -> Plan | None:
-    trial.look(plan, TASKS, [step_us] * 8, USUAL, figures)
+def tried(trial: StreamTrial, plan: Plan, step_us: float, room: bool = True) -> Plan | None:
+    trial.look(plan, TASKS, [step_us] * 8, USUAL, figures, lambda plan: room)
     found = trial.untried
     if found is not None:
         trial.begun()
@@ -71,6 +75,14 @@ def test_streaming_all_is_tried_where_undisturbed_copies_promise_a_shorter_step(
     assert tried(trial, level(k=1), 1.3 * alone_us) is not None
 
 
+def test_what_memory_does_not_hold_is_not_tried() -> None:
+    """Gradients of what is streamed stay on the device. Where there is room again, it is tried."""
+    alone_us = predict(FAST, level(1.0))["step_us"]
+    trial = trial_of(FAST)
+    assert tried(trial, level(), 1.3 * alone_us, room=False) is None
+    assert tried(trial, level(), 1.3 * alone_us) is not None
+
+
 def test_many_looks_predict_once() -> None:
     """A look is taken every few steps, and a prediction takes much longer than the rest of it.
 
@@ -86,13 +98,13 @@ def test_many_looks_predict_once() -> None:
     trial, other = trial_of(FAST), Discipline(commit_at="backward_end")
     short_us = predict(FAST, level(1.0))["step_us"]
     for plan, how in ((level(), USUAL), (level(0.4), USUAL), (level(), other), (level(), other), (level(k=1), other), (level(), USUAL)):
-        trial.look(plan, TASKS, [short_us] * 8, how, count)
+        trial.look(plan, TASKS, [short_us] * 8, how, count, roomy)
     trial.measured(FAST, streaming=False)
-    trial.look(level(), TASKS, [short_us] * 8, USUAL, count)
+    trial.look(level(), TASKS, [short_us] * 8, USUAL, count, roomy)
     before, after = f"0 {USUAL.commit_at}", "0 backward_end"
     assert before != after
     assert predicted == [before, after, "1 backward_end", before, before]
-    trial.look(replace(level(), notes=("later",)), TASKS, [2 * short_us] * 8, USUAL, count)
+    trial.look(replace(level(), notes=("later",)), TASKS, [2 * short_us] * 8, USUAL, count, roomy)
     assert trial.untried is not None
     assert trial.untried.notes[0] == "later"
     assert len(predicted) == 5
@@ -106,7 +118,7 @@ def test_slow_links_are_not_tried() -> None:
     for share in (0.0, 1.0):
         assert tried(trial_of(FAST), level(share), step_us) is None
     trial = trial_of(FAST)
-    trial.look(level(), TASKS, [step_us] * 3, USUAL, figures)
+    trial.look(level(), TASKS, [step_us] * 3, USUAL, figures, roomy)
     assert trial.untried is None
 
 
@@ -115,7 +127,7 @@ def test_what_paid_stays_until_another_k_comes() -> None:
     trial = trial_of(FAST)
     trial.ended(paid=True)
     assert not keeps(trial)
-    trial.look(level(), TASKS, [1e9] * 8, USUAL, figures)
+    trial.look(level(), TASKS, [1e9] * 8, USUAL, figures, roomy)
     trial.ended(paid=True)
     assert not keeps(trial), "it was only proposed"
     trial.restart(level(0.4))

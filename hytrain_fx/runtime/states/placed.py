@@ -146,6 +146,8 @@ class PlacedStates(StateBytes):
         self._require_all(placed, limit_bytes)
         # Host memory is given back before any is taken.
         self._move_rows([row for row in sorted(rows) if rows[row].rests_on_device], Placement.GPU, limit_bytes)
+        slotted = [row for row in sorted(rows) if rows[row].visits_device and self.placement[row].updates_on_cpu]
+        self._move_rows(slotted, Placement.STREAM, limit_bytes)
         for parameter in cut_otherwise:
             self._recut(changed[parameter], limit_bytes)
         for place in (Placement.STREAM, Placement.CPU):

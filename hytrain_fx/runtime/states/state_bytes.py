@@ -85,10 +85,6 @@ class StateBytes:
         form = self._form(row)
         return form.numel * form.dtype.itemsize
 
-    def out_bytes(self, row: int) -> int:
-        """Bytes on the host for a row's new weight, where it is in memory of its own."""
-        return self._form(row).out_bytes
-
     def traffic(self, rows: Sequence[int]) -> StateTraffic:
         """What updates of these rows move of their states."""
         forms = list(map(self._form, rows))
