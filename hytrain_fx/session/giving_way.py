@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.figures import bytes_text
-from hytrain_fx.planning.controller import Event
+from hytrain_fx.planning.controller import Event, State
 from hytrain_fx.planning.planning import Planning
 from hytrain_fx.runtime.ranks import Ranks
 from hytrain_fx.session.resources import Resources
@@ -40,6 +40,7 @@ class StatesGiveWay:
 
     def __init__(self, planning: Planning, resources: Resources) -> None:
         self.since_step: int | None = None
+        self._before: int | None = None  # the plan of then: its number in the history, where all are renumbered
         self._planning = planning
         self._resources = resources
 
@@ -75,15 +76,40 @@ class StatesGiveWay:
             return False  # the host has no room
         planning.do(planning.controller.hear(Event.LOST, why))  # what is being measured is of the plan before
         planning.do(planning.controller.hear(Event.SHORT, why))  # and what is being tried would bring more to the device again
+        self._before = len(planning.history) - 1 if self._before is None else self._before
         planning.want(fewer, why)
         self.since_step = planning.last.steps_done
         return True
 
-    def may_return(self, why: str) -> None:
-        """Memory may be free again: another plan is solved."""
-        self._planning.solver.most_bytes = None
-        self._planning.do(self._planning.controller.hear(Event.ROOM, why))
-        self.since_step = None
+    def may_return(self, why: str) -> bool:
+        """Memory may be free again. Whether that has been followed.
+
+        Another plan is solved. Where none is to follow, the plan of then comes back, if there is
+        room for it; else it waits as long again. While another plan is tried, it waits for the end.
+        """
+        planning = self._planning
+        if planning.controller.state is State.TRYING:
+            return False
+        if planning.controller.state is State.FIXED:
+            return self._plan_returns(why)
+        planning.solver.most_bytes = None
+        planning.do(planning.controller.hear(Event.ROOM, why))
+        self.since_step = self._before = None
+        return True
+
+    def _plan_returns(self, why: str) -> bool:
+        planning = self._planning
+        before = planning.history[0 if self._before is None else self._before]
+        if planning.plan.rows == before.rows:  # it is in force since the last time
+            self.since_step = self._before = None
+            return True
+        self.since_step, most_bytes = planning.last.steps_done, planning.solver.most_bytes
+        planning.solver.most_bytes = None
+        if not planning.solver.has_room(before, planning.plan, planning.discipline):
+            planning.solver.most_bytes = most_bytes
+            return False
+        planning.want(before, f"{why}: the plan from before comes back")
+        return True
 
 
 class SlotsGiveWay:

@@ -86,8 +86,8 @@ class MemoryPressure:
         self._backward_ended, self._steps_at_call = False, steps_done
         if self._short_in is not None:
             self._give_way()
-        elif since is not None and steps_done - since >= self._patience_steps:
-            self._states.may_return(f"{self._patience_steps} steps after memory ran out it may be free again")
+        elif since is not None and steps_done - since >= self._patience_steps and self._states.may_return(
+                f"{self._patience_steps} steps after memory ran out it may be free again"):
             self._patience_steps *= 2
         may_give = self._states.may or self._slots.may or self._may_stream
         return RandomNumbers.now(self._device) if may_give and not self._ranks and not self._breaks else None

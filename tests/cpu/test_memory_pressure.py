@@ -13,6 +13,7 @@ from torch import nn
 import hytrain_fx
 from hytrain_fx.api import session_of
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.planning.controller import Event, State
 from hytrain_fx.session import giving_way, memory_pressure
 
 WIDTH, WARMUP = 64, 2
@@ -311,3 +312,47 @@ def test_states_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     train(model, optimizer, range(SHORT_STEP + 2, SHORT_STEP + 12))
     assert limit_bytes() is None
     assert len(planning.history) > plans or "looked at again" in planning.plan.notes[-1]
+
+
+def test_a_plan_that_is_to_stay_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replan_every=0 none is solved: the plan from before the error is in force again.
+
+    It comes back after the patience, and only where memory has room for it. Losses are those of a
+    run with enough memory.
+    """
+    monkeypatch.setattr(memory_pressure, "PATIENCE_STEPS", 3)
+    model, optimizer = started(replan_every=0)
+    losses = train(model, optimizer, range(WARMED, SHORT_STEP + 14))
+    torch._dynamo.reset()
+    model, optimizer = started(replan_every=0)
+    planning = session_of(model).planning
+    found = train(model, optimizer, range(WARMED, SHORT_STEP))
+    before, plans = on_device(model), len(planning.history)
+    has_room, room = planning.solver.has_room, [False]
+    monkeypatch.setattr(planning.solver, "has_room", lambda *of: room[0] and has_room(*of))
+    found += train(model, optimizer, range(SHORT_STEP, SHORT_STEP + 6), at(SHORT_STEP, "forward"))
+    assert planning.controller.state is State.FIXED
+    assert on_device(model) <= before // 2
+    room[0] = True
+    found += train(model, optimizer, range(SHORT_STEP + 6, SHORT_STEP + 14))
+    assert on_device(model) == before
+    assert len(planning.history) == plans + 2
+    assert any("the plan from before comes back" in note for note in planning.plan.notes)
+    assert planning.solver.most_bytes is None
+    assert found == losses
+
+
+def test_a_trial_does_not_keep_states_away_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another plan is tried nothing comes back; when the trial has ended it does."""
+    monkeypatch.setattr(memory_pressure, "PATIENCE_STEPS", 3)
+    model, optimizer = started()
+    planning = session_of(model).planning
+    train(model, optimizer, range(WARMED, SHORT_STEP + 1), at(SHORT_STEP, "forward"))
+    planning.controller.state = State.TRYING
+    with monkeypatch.context() as patched:
+        patched.setattr(planning.controller, "_tried", lambda report: (Event.STEPPED, ""))
+        train(model, optimizer, range(SHORT_STEP + 1, SHORT_STEP + 8))
+    assert planning.solver.most_bytes is not None
+    planning.controller.state = State.SETTLED
+    train(model, optimizer, range(SHORT_STEP + 8, SHORT_STEP + 10))
+    assert planning.solver.most_bytes is None
