@@ -133,6 +133,20 @@ def joined_sum(product: fx.Node, ignore: frozenset[object] = frozenset()) -> fx.
     return users[0]
 
 
+def is_taken_apart(product: fx.Node, ignore: frozenset[object] = frozenset()) -> bool:
+    """Whether Inductor makes a product and a sum of this `addmm`.
+
+    It does on a GPU where all that reads it is pointwise, and not in 16 bits
+    (`unfuse_bias_add_to_pointwise` in its `post_grad.py`). One more reader would keep it whole, and
+    another kernel has other last bits.
+
+    ignore   targets that count as no readers
+    """
+    if product.target is not aten.addmm.default or product.kwargs or product.meta["val"].device.type == "cpu":
+        return False
+    return product.meta["val"].dtype not in (torch.bfloat16, torch.float16) and _is_read_pointwise(product, ignore)
+
+
 def _is_read_pointwise(node: fx.Node, ignore: frozenset[object]) -> bool:
     readers = [user for user in node.users if user.target not in ignore]
     return all(_is_read_pointwise(reader, ignore) if is_view(reader) else _is_pointwise(reader) for reader in readers)

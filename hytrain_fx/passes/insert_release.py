@@ -7,7 +7,8 @@
 Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the
 release takes readers' results, so it cannot run before them. Of the readers it takes the fewest
 that need all the others, so that no buffer lives longer for it; of a product that Inductor joins
-with a sum, the sum (`dataflow.joined_sum`). A weight that this backward does not read (a bias) goes
+with a sum, the sum (`dataflow.joined_sum`). An `addmm` that Inductor would take apart is taken apart
+here (`dataflow.is_taken_apart`), for a release of its product. A weight that this backward does not read (a bias) goes
 with its unit's readers, or else with its unit's gradients. What has an inlined reader (a norm's
 weight) is left to `backward_end`.
 """
@@ -17,12 +18,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from hytrain_fx.capture import dataflow
 from hytrain_fx.passes.base import Fact, PassContext, graph_pass
 from hytrain_fx.passes.node_notes import after_last, by_unit, insert, note
 from hytrain_fx.passes.ops import BACKWARD_END, FETCH, GRAD_OFFLOAD, RELEASE
+from hytrain_fx.torch_private.operators import fake_result
+
+aten = torch.ops.aten
 
 # they take tensors for order only
 NO_READERS: frozenset[object] = frozenset({RELEASE, BACKWARD_END, FETCH})
@@ -47,6 +52,7 @@ def insert_after_readers(
     shown        by row: its readers
     otherwise    by unit: what the call takes where no reader of its rows has a result
     """
+    shown = _taken_apart(module.graph, shown)
     order, groups = dataflow.Order.of(module.graph), by_unit(list(shown), context.unit_of)
     for unit, rows in groups.items():
         readers = order.frontier([reader for row in rows for reader in shown[row]])
@@ -55,6 +61,26 @@ def insert_after_readers(
         with after_last(module.graph, results):
             insert(module.graph, target, (results, context.session, list(rows)), unit)
     return len(groups)
+
+
+def _taken_apart(graph: fx.Graph, shown: Mapping[int, Sequence[fx.Node]]) -> dict[int, list[fx.Node]]:
+    """These readers, with the product of each `addmm` that Inductor takes apart instead of it."""
+    product_of: dict[fx.Node, fx.Node] = {}
+    for reader in dict.fromkeys(reader for readers in shown.values() for reader in readers):
+        if dataflow.is_taken_apart(reader, NO_READERS):
+            addend, left, right = reader.args
+            with graph.inserting_before(reader):
+                product = _called(graph, aten.mm.default, left, right)
+                total = _called(graph, aten.add.Tensor, addend, product)
+            reader.replace_all_uses_with(total)
+            product_of[reader] = product
+    return {row: [product_of.get(reader, reader) for reader in readers] for row, readers in shown.items()}
+
+
+def _called(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = fake_result(node)
+    return node
 
 
 def released_rows(context: PassContext) -> tuple[int, ...]:

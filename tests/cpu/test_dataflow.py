@@ -139,3 +139,29 @@ def test_on_a_gpu_a_sum_that_pointwise_code_reads_is_not_joined() -> None:
         _, nodes = traced(partial(_read_sum, reader), (3, 3), (3, 3))
         nodes["mm"].meta["val"] = torch.empty(3, 3, device="meta")  # no CPU
         assert (dataflow.joined_sum(nodes["mm"]) is nodes["add"]) == joined
+
+
+def _read_addmm(reader: Callable[[Any], Any], bias: Any, x: Any, w: Any) -> Any:
+    return reader(aten.addmm(bias, x, w))
+
+
+def test_on_a_gpu_an_addmm_that_pointwise_code_reads_is_taken_apart() -> None:
+    """Not on a CPU, in 16 bits, with factors, or if something else reads it."""
+    for reader, apart in ((aten.relu, True), (lambda y: aten.relu(aten.view(y, (9,))), True), (lambda y: aten.mm(y, y), False),
+                          (lambda y: (aten.relu(y), aten.sum(y)), False), (lambda y: y, False)):
+        _, nodes = traced(partial(_read_addmm, reader), (3,), (3, 3), (3, 3))
+        assert not dataflow.is_taken_apart(nodes["addmm"])
+        nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta")  # no CPU
+        assert dataflow.is_taken_apart(nodes["addmm"]) == apart
+        nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta", dtype=torch.bfloat16)
+        assert not dataflow.is_taken_apart(nodes["addmm"])
+    _, nodes = traced(lambda bias, x, w: aten.relu(aten.addmm(bias, x, w, alpha=2)), (3,), (3, 3), (3, 3))
+    nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta")
+    assert not dataflow.is_taken_apart(nodes["addmm"])
+
+
+def test_a_sum_that_is_ignored_keeps_no_addmm_whole() -> None:
+    """What is there for order only does not count as a reader."""
+    _, nodes = traced(partial(_read_addmm, lambda y: (aten.relu(y), aten.sum(y))), (3,), (3, 3), (3, 3))
+    nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta")
+    assert dataflow.is_taken_apart(nodes["addmm"], frozenset({aten.sum.default}))

@@ -13,6 +13,8 @@ from hytrain_fx.passes.node_notes import rows_of
 from hytrain_fx.passes.ops import RELEASE
 from tests.cpu.pass_contexts import apply, calls, context, rows_of_unit
 
+aten = torch.ops.aten
+
 
 def released(kind_of_model: str = "gpt") -> set[int]:
     """Rows that get a release before the end of the backward."""
@@ -72,6 +74,31 @@ def test_recomputed_products_are_readers_too() -> None:
     row = next(row for row, name in names.items() if name == "h.0.qkv.weight")
     targets = {reader.target for reader in dataflow.readers(ctx.graph.holders(row))}
     assert targets == {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def test_on_a_gpu_a_release_leaves_inductor_its_choice() -> None:
+    """A recomputed `addmm` that pointwise code reads becomes a product and a sum, as without us.
+
+    The release takes the product: as one more reader of the `addmm` it would keep it whole.
+    """
+    ctx = context(GraphKind.BACKWARD, "checkpointed gpt")
+    whole = calls(ctx, aten.addmm.default)
+    for node in whole:
+        node.meta["val"] = torch.empty_like(node.meta["val"], device="meta")  # no CPU
+    apart = [node for node in whole if dataflow.is_taken_apart(node)]
+    readers = [set(node.users) for node in apart]
+    assert apart
+    apply(ctx, annotate_units, insert_grad_offload, insert_release)
+    taken = {node for release in calls(ctx, RELEASE) for node in release.all_input_nodes}
+    for node, read_by in zip(apart, readers, strict=True):
+        assert not node.users
+        (total,) = (node for node in calls(ctx, aten.add.Tensor) if set(node.users) == read_by)
+        bias, product = total.args
+        assert (bias, *product.args) == node.args
+        assert set(product.users) - {total} <= set(calls(ctx, RELEASE))
+    assert any(node.target is aten.mm.default and len(node.users) == 2 for node in taken)
+    kept = [node for node in whole if node not in apart]
+    assert all(node.users for node in kept)
 
 
 def test_rows_that_are_only_read_are_released() -> None:
