@@ -7,10 +7,10 @@
 Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the
 release takes readers' results, so it cannot run before them. Of the readers it takes the fewest
 that need all the others, so that no buffer lives longer for it; of a product that Inductor joins
-with a sum, the sum (`dataflow.joined_sum`). An `addmm` that Inductor would take apart is taken apart
-here (`dataflow.is_taken_apart`), for a release of its product. A weight that this backward does not read (a bias) goes
-with its unit's readers, or else with its unit's gradients. What has an inlined reader (a norm's
-weight) is left to `backward_end`.
+with a sum, the sum (`dataflow.joined_sum`). An `addmm` that Inductor would take apart is taken
+apart here, for a release of its product (`dataflow.is_taken_apart`). A weight that this backward
+does not read (a bias) goes with its unit's readers, or else with its unit's gradients. What has an
+inlined reader (a norm's weight) is left to `backward_end`.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def test_on_a_gpu_a_release_leaves_inductor_its_choice() -> None:
     for node, read_by in zip(apart, readers, strict=True):
         assert not node.users
         (total,) = (node for node in calls(ctx, aten.add.Tensor) if set(node.users) == read_by)
-        bias, product = total.args
-        assert (bias, *product.args) == node.args
+        bias, product = total.all_input_nodes
+        assert [bias, *product.all_input_nodes] == node.all_input_nodes
         assert set(product.users) - {total} <= set(calls(ctx, RELEASE))
     assert any(node.target is aten.mm.default and len(node.users) == 2 for node in taken)
     kept = [node for node in whole if node not in apart]
