@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Final
 
 from hytrain_fx.cost_model.discipline import Discipline
-from hytrain_fx.cost_model.pieces import params_kept
+from hytrain_fx.cost_model.pieces import params_kept, pieces_of
 from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.plan import Placement, Plan, PlanRow
@@ -135,6 +135,20 @@ class Budget:
             return of.host + (of.slots if row.placement.updates_on_cpu else 0.0)
 
         return sum(needed(row) * row.numel / units[row.unit].params for row in plan.rows if not row.placement.rests_on_device)
+
+    def holds_copies(self, units: Sequence[Unit | UnitProfile], whole: Plan, cut: Plan) -> bool:
+        """Whether the host holds what a move to `cut` copies, beside what `whole` takes.
+
+        Of a cut parameter of unit `whole.k`: its part on the host, and its unit's new slots.
+        """
+        if self.host_bytes is None:
+            return True
+        unit, of, pieces = units[whole.k], self.of(units[whole.k]), pieces_of(cut, units[whole.k])
+        ends = list(accumulate(unit.param_numels or (unit.params,)))
+        parts = [piece for piece in pieces if piece.begin not in (0, *ends) or piece.end not in ends]
+        copied = sum(piece.numel for piece in parts if not piece.placement.rests_on_device)
+        slotted = sum(piece.numel for piece in pieces if piece.placement.updates_on_cpu) if parts else 0
+        return self.host_needs(units, whole) + (of.host * copied + of.slots * slotted) / unit.params <= self.host_bytes
 
     def staging_bytes(self, units: Sequence[Unit | UnitProfile], discipline: Discipline) -> float:
         """Device memory that streamed states pass through."""

@@ -295,7 +295,7 @@ class _Maker:
             return made
         free_bytes, unit = bound.device_bytes - sum(bound.of(unit).device for unit in self.profile.units[:k]), self.profile.units[k]
         more = with_more_on_device(made, unit, free_bytes, bound.of(unit).device / unit.params, filling_reason(bound.device_bytes, k))
-        if more is made:
+        if more is made or not bound.holds_copies(self.profile.units, made, more):
             return made
         predicted = self._predicted(more)
         return replace(more, predicted=predicted) if predicted["step_us"] < made.predicted["step_us"] else made

@@ -169,7 +169,6 @@ class StateSizes:
         self._homes = table.homes
         self._states = states
         self._rows = range(len(table))
-        self._numel = max(sum(home.numel() for home in table.homes), 1)
         self.may_copy = may_copy and any(map(owns_memory, table.homes))
 
     @property
@@ -184,14 +183,6 @@ class StateSizes:
         device = states.device_bytes(rows) + gradients + sum(home.nbytes for home in new)  # the weight is a master beside its copy
         host = states.host_bytes(rows, Placement.STREAM)
         return UnitBytes(device, gradients, host, states.host_bytes(rows) - host)
-
-    def device_bytes_per_param(self) -> float:
-        """States, and the gradient that stays on the device until its update has run."""
-        return self.of(self._rows).device / self._numel
-
-    def host_bytes_per_param(self) -> float:
-        """States on the host, without slots."""
-        return self.of(self._rows).host / self._numel
 
     def host_bytes_of(self, placed: Sequence[PlacedPiece]) -> int:
         """Host memory that states take there, with their slots."""

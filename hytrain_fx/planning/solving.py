@@ -199,9 +199,10 @@ class Solver:
         return max(int(budget * ROUNDED), 0)
 
     def _bytes(self) -> dict[str, Any]:
-        sizes = self._sizes
-        return {"state_bytes_per_param": sizes.device_bytes_per_param(), "host_state_bytes_per_param": sizes.host_bytes_per_param(),
-                "unit_bytes": self._of_units()}
+        of_units = self._of_units()
+        params = max(sum(unit.params for unit in self._units()), 1)
+        return {"state_bytes_per_param": sum(of.device for of in of_units) / params,
+                "host_state_bytes_per_param": sum(of.host for of in of_units) / params, "unit_bytes": of_units}
 
     def _of_units(self) -> tuple[UnitBytes, ...]:
         return tuple(self._sizes.of(self._units.rows_of(unit)) for unit in self._units())

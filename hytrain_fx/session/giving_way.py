@@ -85,10 +85,11 @@ class StatesGiveWay:
         """Memory may be free again. Whether that has been followed.
 
         Another plan is solved. Where none is to follow, the plan of then comes back, if there is
-        room for it; else it waits as long again. While another plan is tried, it waits for the end.
+        room for it; else it waits as long again. While another plan is tried, it waits for the end,
+        and until the plan that gives way is in force.
         """
         planning = self._planning
-        if planning.controller.state is State.TRYING:
+        if planning.controller.state is State.TRYING or planning.is_due or planning.recording:
             return False
         if planning.controller.state is State.FIXED:
             return self._plan_returns(why)
@@ -100,8 +101,8 @@ class StatesGiveWay:
     def _plan_returns(self, why: str) -> bool:
         planning = self._planning
         before = planning.history[0 if self._before is None else self._before]
-        if planning.plan.rows == before.rows:  # it is in force since the last time
-            self.since_step = self._before = None
+        if planning.plan.rows == before.rows:  # it is in force since the last time, or no state could be moved
+            self.since_step = self._before = planning.solver.most_bytes = None
             return True
         self.since_step, most_bytes = planning.last.steps_done, planning.solver.most_bytes
         planning.solver.most_bytes = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.cost_model.budget import Budget
 from hytrain_fx.errors import HostMemoryError
 from hytrain_fx.ir.plan import Placement
+from hytrain_fx.runtime.states import slabs, state_bytes
 from hytrain_fx.session.session import Session
 
 from .loops import Twins, gpt_in, plain_loop
@@ -126,3 +129,39 @@ def test_slots_beside_states_count(twins: Twins) -> None:
     assert in_use(session) == limit
     assert all(place is Placement.STREAM for place in session.states.placement.values())
     twins.agree(lambda model, optimizer, batches: plain_loop(2)(model, optimizer, batches))
+
+
+def test_without_a_limit_a_move_that_the_host_cannot_hold_moves_nothing(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units could go there one after the other until the host is full, and had to go back."""
+    session = twins.session
+    session.place(plan_of(session, [Placement.GPU]))
+    needed = session.states.host_bytes(range(len(session.table)))
+    for module in (slabs, state_bytes):
+        monkeypatch.setattr(module, "available_host_bytes", lambda: int(0.6 * needed) - in_use(session))
+    monkeypatch.setattr(session.states, "_move_together", lambda *_: pytest.fail("rows have moved"))
+    with pytest.raises(HostMemoryError, match=f"need {needed} bytes, and {int(0.6 * needed)} bytes are available on this host"):
+        session.states.move(session.planning.units.pieces_of(plan_of(session, [Placement.CPU])), None)
+    assert all(place is Placement.GPU for place in session.states.placement.values())
+    monkeypatch.undo()
+    session.place(plan_of(session, [Placement.CPU]))
+
+
+def test_a_cut_is_planned_only_where_its_move_fits(twins: Twins) -> None:
+    """What plans count for a cut of a parameter on the host is what its move takes, but padding."""
+    session = twins.session
+    whole = plan_of(session, [Placement.CPU])
+    session.place(whole)
+    units = session.planning.units()
+    first, *others = (row for row in whole.rows if row.unit == 0)
+    part = replace(first, end=64, placement=Placement.GPU)
+    cut = replace(whole, rows=(part, replace(first, begin=64), *others, *(row for row in whole.rows if row.unit)))
+    of_units, limits = session.planning.solver._of_units(), range(in_use(session), 2 * in_use(session), 8)
+    least = next(limit for limit in limits if Budget(host_bytes=limit, of_units=of_units).holds_copies(units, whole, cut))
+    wanted = session.planning.units.pieces_of(cut)
+    assert len(wanted) == len(session.table) + 1
+    with pytest.raises(HostMemoryError, match="are in use"):
+        session.states.move(wanted, least - 1000)
+    session.states.move(wanted, least + 1000)
+    assert session.states.placed == wanted
+    session.place(plan_of(session, [Placement.GPU]))  # slabs go whole
+    session.place(whole)

@@ -12,6 +12,7 @@ from torch import nn
 
 import hytrain_fx
 from hytrain_fx.api import session_of
+from hytrain_fx.errors import HostMemoryError
 from hytrain_fx.ir.profile import Profile
 from hytrain_fx.planning.controller import Event, State
 from hytrain_fx.session import giving_way, memory_pressure
@@ -356,3 +357,39 @@ def test_a_trial_does_not_keep_states_away_for_ever(monkeypatch: pytest.MonkeyPa
     planning.controller.state = State.SETTLED
     train(model, optimizer, range(SHORT_STEP + 8, SHORT_STEP + 10))
     assert planning.solver.most_bytes is None
+
+
+def test_states_that_could_not_leave_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replan_every=0: the move that gives way fails. A later error makes another."""
+    monkeypatch.setattr(memory_pressure, "PATIENCE_STEPS", 3)
+    model, optimizer = started(replan_every=0)
+    session = session_of(model)
+    train(model, optimizer, range(WARMED, SHORT_STEP))
+    before = on_device(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(session.states, "move", lambda *_: (_ for _ in ()).throw(HostMemoryError("full")))
+        train(model, optimizer, range(SHORT_STEP, SHORT_STEP + 2), at(SHORT_STEP, "forward"))
+    train(model, optimizer, range(SHORT_STEP + 2, SHORT_STEP + 6))
+    assert on_device(model) == before
+    train(model, optimizer, range(SHORT_STEP + 6, SHORT_STEP + 8), at(SHORT_STEP + 6, "forward"))
+    assert on_device(model) <= before // 2
+
+
+def test_a_plan_that_is_not_in_force_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replan_every=0: a recording holds up the plan that gives way, beyond the patience.
+
+    States come back when they have been away, and not before.
+    """
+    monkeypatch.setattr(memory_pressure, "PATIENCE_STEPS", 3)
+    model, optimizer = started(replan_every=0)
+    planning = session_of(model).planning
+    train(model, optimizer, range(WARMED, SHORT_STEP))
+    before = on_device(model)
+    planning.recording = True
+    train(model, optimizer, range(SHORT_STEP, SHORT_STEP + 6), at(SHORT_STEP, "forward"))
+    planning.recording = False
+    assert on_device(model) == before
+    train(model, optimizer, range(SHORT_STEP + 6, SHORT_STEP + 7))
+    assert on_device(model) <= before // 2
+    train(model, optimizer, range(SHORT_STEP + 7, SHORT_STEP + 16))
+    assert on_device(model) == before

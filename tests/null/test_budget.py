@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hytrain_fx.cost_model.budget import ROUNDED, Budget, UnitBytes
 from hytrain_fx.cost_model.discipline import Discipline
 from hytrain_fx.cost_model.planner import plan, prefix_plan
 from hytrain_fx.errors import PlanError
-from hytrain_fx.ir.plan import Placement
+from hytrain_fx.ir.plan import Placement, Plan
 from hytrain_fx.ir.profile import Profile
 from tests.null.profiles import profile_of, profiles, streaming_profiles, uniform, unit
 
@@ -142,3 +144,25 @@ def test_plans_and_predictions_follow_each_units_bytes() -> None:
     assert made.predicted["host_bytes"] == 4_300
     with pytest.raises(PlanError, match="no plan fits"):
         plan(profile, unit_bytes=sizes, budget_bytes=2_999, host_budget_bytes=4_299, k=4)
+
+
+def test_a_rest_is_filled_with_a_part_only_where_the_host_holds_its_copy() -> None:
+    """States of a parameter that is cut are on the host twice for a moment, slots of its unit too.
+
+    Else a move to that plan is refused, and the whole units' plan is not in force either.
+    """
+    units = [unit(number, numels=(1000,), cpu=1000.0, forward=1.0, backward=1.0) for number in range(3)]
+    profile = profile_of([replace(of, grain_params=100) for of in units])
+    sizes = [UnitBytes(14_000, 2_000, 12_000, 2_000)] * 3
+
+    def made(host_bytes: int) -> Plan:
+        return plan(profile, unit_bytes=sizes, budget_bytes=22_000, host_budget_bytes=host_bytes, budget_counts_streamed=False)
+
+    whole, cut = made(28_000), made(100_000)
+    assert whole.k == cut.k == 1
+    assert whole.numel(Placement.GPU) == 1000
+    on_host = 2000 - cut.numel(Placement.GPU) % 1000 - 1000  # of the parameter that is cut
+    assert 0 < on_host < 1000
+    enough = 28_000 + 14 * on_host
+    assert made(enough).rows == cut.rows
+    assert made(enough - 1).rows == whole.rows

@@ -130,12 +130,13 @@ class StateBytes:
         return own + sum(slab.nbytes for slab in self._slabs.all)
 
     def _require_all(self, placed: Sequence[PlacedPiece], limit_bytes: int | None) -> None:
-        """Raise HostMemoryError where the limit does not hold all states at these places.
+        """Raise HostMemoryError where the host does not hold all states at these places.
 
         Where that is less than they take now, it is let through.
         """
-        if limit_bytes is not None and (needed := self.host_bytes_of(placed)) > self._in_use():
-            require_host_memory(needed, limit_bytes)
+        needed, in_use = self.host_bytes_of(placed), self._in_use()
+        if needed > in_use:
+            require_host_memory(needed - (in_use if limit_bytes is None else 0), limit_bytes)
 
     def _batches(self, rows: Sequence[int], place: Placement, limit_bytes: int | None) -> list[list[int]]:
         """The rows; those of one unit after the other where the host does not hold all at once."""
