@@ -259,9 +259,14 @@ def require_host_memory(needed_bytes: int, limit_bytes: int | None, in_use_bytes
     """
     room = available_host_bytes() if limit_bytes is None else limit_bytes - in_use_bytes
     if needed_bytes > room:
-        there = (f"{room} bytes are available on this host" if limit_bytes is None else
-                 f"host_memory allows {limit_bytes} bytes" + (f", of which {in_use_bytes} are in use" if in_use_bytes else ""))
+        there = (f"{_figure(room)} are available on this host" if limit_bytes is None else
+                 f"host_memory allows {_figure(limit_bytes)}" + (f", of which {_figure(in_use_bytes)} are in use" if in_use_bytes else ""))
         raise HostMemoryError(
-            f"the optimizer states placed on the host need {needed_bytes} bytes{' more' if in_use_bytes else ''}, and {there}; "
+            f"the optimizer states placed on the host need {_figure(needed_bytes)}{' more' if in_use_bytes else ''}, and {there}; "
             "keep more states on the device (k=..., gpu_states=...), or set host_memory where the figure is known to be wrong"
         )
+
+
+def _figure(nbytes: int) -> str:
+    """To the byte, for who sets host_memory to it."""
+    return f"{nbytes} bytes" + (f" ({nbytes / 2**30:.2f} GiB)" if nbytes >= 1 << 27 else "")
