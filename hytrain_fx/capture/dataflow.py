@@ -116,40 +116,72 @@ def result_tensor(node: fx.Node) -> fx.Node | None:
     return next(items, None)
 
 
-def joined_sum(product: fx.Node, ignore: frozenset[object] = frozenset()) -> fx.Node | None:
-    """The sum that Inductor computes in one call with a product (`addmm`); None where it does not.
+@dataclass(frozen=True)
+class ProductsAndSums:
+    """What Inductor makes of the products and sums of a graph, at the end of its `post_grad.py`.
 
-    It joins an `add` with an `mm` that nobody else reads, which rounds once instead of twice. On a
-    GPU not where all that reads the sum is pointwise (`should_prefer_unfused_addmm` in its
-    `post_grad.py`). Who takes the sum instead of the product leaves them to be joined.
+    From the graph's end on it joins an `add` with an `mm` that nobody else reads, which rounds once
+    instead of twice (`addmm`). On a GPU not where all that reads the sum is pointwise. There it
+    takes an `addmm` apart, and not in 16 bits (`unfuse_bias_add_to_pointwise`). A sum that was
+    joined is not pointwise any more. Who reads a product needs to leave it the same choice: another
+    kernel has other last bits.
 
-    ignore   targets that count as no readers
+    sums    by product: the sum that it computes in one call with it
+    apart   each `addmm` of which it makes a product and a sum
     """
-    users = [user for user in product.users if user.target not in ignore]
-    if product.target is not aten.mm.default or len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
-        return None
-    if product.meta["val"].device.type != "cpu" and _is_read_pointwise(users[0], ignore):
-        return None
-    return users[0]
+
+    sums: dict[fx.Node, fx.Node]
+    apart: frozenset[fx.Node]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, ignore: frozenset[object] = frozenset()) -> ProductsAndSums:
+        """Of a graph as it is now. `ignore`: targets that count as no readers."""
+        sums, apart, joined = dict[fx.Node, fx.Node](), set[fx.Node](), set[fx.Node]()
+
+        def is_pointwise(reader: fx.Node, node: fx.Node) -> bool:
+            if is_view(reader) or _copies_nothing(reader):
+                return all_pointwise(reader)
+            if reader in apart:
+                return node not in reader.args[1:]  # the sum reads it, the product does not
+            return reader not in joined and _is_pointwise(reader)
+
+        def all_pointwise(node: fx.Node) -> bool:
+            return all(is_pointwise(reader, node) for reader in node.users if reader.target not in ignore)
+
+        for node in reversed(graph.nodes):
+            if node.target is aten.addmm.default and _may_part(node) and all_pointwise(node):
+                apart.add(node)
+            elif node.target is aten.add.Tensor and not node.kwargs:
+                products = [product for product in node.all_input_nodes if _may_join(product, node, ignore)]
+                if products and (node.meta["val"].device.type == "cpu" or not all_pointwise(node)):
+                    joined.add(node)
+                    sums.update(dict.fromkeys(products, node))
+        return cls(sums, frozenset(apart))
 
 
-def is_taken_apart(product: fx.Node, ignore: frozenset[object] = frozenset()) -> bool:
-    """Whether Inductor makes a product and a sum of this `addmm`.
+def _may_part(product: fx.Node) -> bool:
+    value = product.meta["val"]
+    return value.device.type != "cpu" and value.dtype not in (torch.bfloat16, torch.float16)
 
-    It does on a GPU where all that reads it is pointwise, and not in 16 bits
-    (`unfuse_bias_add_to_pointwise` in its `post_grad.py`). One more reader would keep it whole, and
-    another kernel has other last bits.
 
-    ignore   targets that count as no readers
-    """
-    if product.target is not aten.addmm.default or product.kwargs or product.meta["val"].device.type == "cpu":
+def _may_join(product: fx.Node, total: fx.Node, ignore: frozenset[object]) -> bool:
+    """Whether the other operand fits an `addmm`: a tensor of this dtype that is no larger."""
+    if product.target is not aten.mm.default or len(total.all_input_nodes) != 2:
         return False
-    return product.meta["val"].dtype not in (torch.bfloat16, torch.float16) and _is_read_pointwise(product, ignore)
+    if any(user is not total and user.target not in ignore for user in product.users):
+        return False
+    values = [node.meta.get("val") for node in total.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) and value.dtype == product.meta["val"].dtype for value in values):
+        return False
+    return tuple(total.meta["val"].shape) == tuple(product.meta["val"].shape)
 
 
-def _is_read_pointwise(node: fx.Node, ignore: frozenset[object]) -> bool:
-    readers = [user for user in node.users if user.target not in ignore]
-    return all(_is_read_pointwise(reader, ignore) if is_view(reader) else _is_pointwise(reader) for reader in readers)
+def _copies_nothing(node: fx.Node) -> bool:
+    """Whether Inductor leaves this `clone` out, before it looks at products."""
+    if node.target is not aten.clone.default:
+        return False
+    made, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return made.dtype == source.dtype and tuple(made.shape) == tuple(source.shape) and tuple(made.stride()) == tuple(source.stride())
 
 
 def _is_pointwise(node: fx.Node) -> bool:

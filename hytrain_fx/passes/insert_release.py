@@ -7,15 +7,15 @@
 Only weights whose readers all stand alone (`dataflow.standalone_readers`) are released here: the
 release takes readers' results, so it cannot run before them. Of the readers it takes the fewest
 that need all the others, so that no buffer lives longer for it; of a product that Inductor joins
-with a sum, the sum (`dataflow.joined_sum`). An `addmm` that Inductor would take apart is taken
-apart here, for a release of its product (`dataflow.is_taken_apart`). A weight that this backward
-does not read (a bias) goes with its unit's readers, or else with its unit's gradients. What has an
-inlined reader (a norm's weight) is left to `backward_end`.
+with a sum, the sum. An `addmm` that Inductor would take apart is taken apart here, for a release of
+its product (`dataflow.ProductsAndSums`). A weight that this backward does not read (a bias) goes
+with its unit's readers, or else with its unit's gradients. What has an inlined reader (a norm's
+weight) is left to `backward_end`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,29 +52,34 @@ def insert_after_readers(
     shown        by row: its readers
     otherwise    by unit: what the call takes where no reader of its rows has a result
     """
-    shown = _taken_apart(module.graph, shown)
+    choices = dataflow.ProductsAndSums.of(module.graph, NO_READERS)
+    shown = _taken_apart(module.graph, shown, choices.apart)
     order, groups = dataflow.Order.of(module.graph), by_unit(list(shown), context.unit_of)
     for unit, rows in groups.items():
         readers = order.frontier([reader for row in rows for reader in shown[row]])
-        shown_by = dict.fromkeys(dataflow.joined_sum(reader, NO_READERS) or reader for reader in readers)
+        shown_by = dict.fromkeys(choices.sums.get(reader, reader) for reader in readers)
         results = [result for node in shown_by if (result := dataflow.result_tensor(node)) is not None] or [otherwise[unit]]
         with after_last(module.graph, results):
             insert(module.graph, target, (results, context.session, list(rows)), unit)
     return len(groups)
 
 
-def _taken_apart(graph: fx.Graph, shown: Mapping[int, Sequence[fx.Node]]) -> dict[int, list[fx.Node]]:
+def _taken_apart(graph: fx.Graph, shown: Mapping[int, Sequence[fx.Node]], apart: Container[fx.Node]) -> dict[int, list[fx.Node]]:
     """These readers, with the product of each `addmm` that Inductor takes apart instead of it."""
     product_of: dict[fx.Node, fx.Node] = {}
     for reader in dict.fromkeys(reader for readers in shown.values() for reader in readers):
-        if dataflow.is_taken_apart(reader, NO_READERS):
+        if reader in apart:
             addend, left, right = reader.args
             with graph.inserting_before(reader):
-                product = _called(graph, aten.mm.default, left, right)
-                total = _called(graph, aten.add.Tensor, addend, product)
+                product_of[reader] = product = _called(graph, aten.mm.default, left, right)
+                scaled = _scaled(graph, product, reader.kwargs.get("alpha", 1))
+                total = _called(graph, aten.add.Tensor, _scaled(graph, addend, reader.kwargs.get("beta", 1)), scaled)
             reader.replace_all_uses_with(total)
-            product_of[reader] = product
     return {row: [product_of.get(reader, reader) for reader in readers] for row, readers in shown.items()}
+
+
+def _scaled(graph: fx.Graph, node: Any, factor: Any) -> Any:
+    return node if factor == 1 else _called(graph, aten.mul.Tensor, node, factor)
 
 
 def _called(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
@@ -118,50 +121,118 @@ def test_a_product_is_joined_with_the_one_sum_that_reads_it() -> None:
     What is ignored does not count.
     """
     graph, nodes = traced(lambda x, w: aten.relu(aten.add(aten.mm(x, w), x)), (3, 3), (3, 3))
-    assert dataflow.joined_sum(nodes["mm"]) is nodes["add"]
+    assert dataflow.ProductsAndSums.of(graph).sums == {nodes["mm"]: nodes["add"]}
     with graph.inserting_before(graph.output_node()):
         graph.call_function(aten.sum.default, (nodes["mm"],))
-    assert dataflow.joined_sum(nodes["mm"]) is None
-    assert dataflow.joined_sum(nodes["mm"], frozenset({aten.sum.default})) is nodes["add"]
+    assert not dataflow.ProductsAndSums.of(graph).sums
+    assert dataflow.ProductsAndSums.of(graph, frozenset({aten.sum.default})).sums == {nodes["mm"]: nodes["add"]}
     for other in (lambda x, w: aten.add(aten.mm(x, w), x, alpha=2), lambda x, w: aten.add(aten.bmm(x[None], w[None])[0], x),
-                  lambda x, w: aten.add(aten.view(aten.mm(x, w), (1, 3, 3)), x), lambda x, w: aten.sub(aten.mm(x, w), x)):
-        _, nodes = traced(other, (3, 3), (3, 3))
-        assert all(dataflow.joined_sum(node) is None for name, node in nodes.items() if "mm" in name)
+                  lambda x, w: aten.add(aten.view(aten.mm(x, w), (1, 3, 3)), x), lambda x, w: aten.sub(aten.mm(x, w), x),
+                  lambda x, w: aten.add(aten.mm(x, w), 1), lambda x, w: aten.add(aten.mm(x, w), aten.view(x, (3, 1, 3)))):
+        graph, _ = traced(other, (3, 3), (3, 3))
+        assert not dataflow.ProductsAndSums.of(graph).sums
 
 
-def _read_sum(reader: Callable[[Any], Any], x: Any, w: Any) -> Any:
-    return reader(aten.add(aten.mm(x, w), x))
+def _on_gpu(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    """As `traced`, of tensors on a GPU that need not be there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode():
+        return make_fx(function)(*(torch.empty(shape, device="cuda", dtype=dtype) for shape in shapes))
 
 
-def test_on_a_gpu_a_sum_that_pointwise_code_reads_is_not_joined() -> None:
-    """Inductor makes it part of that code's kernel. A sum that a product reads is joined."""
-    for reader, joined in ((aten.relu, False), (lambda y: aten.relu(aten.t(y)), False), (lambda y: aten.mm(y, y), True), (aten.sum, True)):
-        _, nodes = traced(partial(_read_sum, reader), (3, 3), (3, 3))
-        nodes["mm"].meta["val"] = torch.empty(3, 3, device="meta")  # no CPU
-        assert (dataflow.joined_sum(nodes["mm"]) is nodes["add"]) == joined
+def _counted(graph: fx.Graph) -> Counter[str]:
+    return Counter(node.name.partition("_")[0] for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default))
 
 
-def _read_addmm(reader: Callable[[Any], Any], bias: Any, x: Any, w: Any) -> Any:
-    return reader(aten.addmm(bias, x, w))
+def _of_inductor(module: fx.GraphModule) -> Counter[str]:
+    """How many products of each kind its own passes leave."""
+    from torch._guards import detect_fake_mode
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.virtualized import V
+
+    mode: Any = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
+    with V.set_fake_mode(mode), mode:
+        post_grad.lazy_init()  # type: ignore[no-untyped-call]
+        post_grad.remove_noop_ops(module.graph)
+        for patterns in post_grad.pass_patterns:
+            patterns.apply(module.graph)
+    module.graph.eliminate_dead_code()
+    return Counter("addmm" if node.target is aten.addmm.default else "mm" for node in module.graph.nodes
+                   if node.target in (aten.mm.default, aten.addmm.default))
 
 
-def test_on_a_gpu_an_addmm_that_pointwise_code_reads_is_taken_apart() -> None:
-    """Not on a CPU, in 16 bits, with factors, or if something else reads it."""
-    for reader, apart in ((aten.relu, True), (lambda y: aten.relu(aten.view(y, (9,))), True), (lambda y: aten.mm(y, y), False),
-                          (lambda y: (aten.relu(y), aten.sum(y)), False), (lambda y: y, False)):
-        _, nodes = traced(partial(_read_addmm, reader), (3,), (3, 3), (3, 3))
-        assert not dataflow.is_taken_apart(nodes["addmm"])
-        nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta")  # no CPU
-        assert dataflow.is_taken_apart(nodes["addmm"]) == apart
-        nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta", dtype=torch.bfloat16)
-        assert not dataflow.is_taken_apart(nodes["addmm"])
-    _, nodes = traced(lambda bias, x, w: aten.relu(aten.addmm(bias, x, w, alpha=2)), (3,), (3, 3), (3, 3))
-    nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta")
-    assert not dataflow.is_taken_apart(nodes["addmm"])
+def _foretold(graph: fx.Graph, choices: dataflow.ProductsAndSums) -> Counter[str]:
+    found, joined = _counted(graph), len(set(choices.sums.values()))
+    products, wholes = found["mm"] - joined + len(choices.apart), found["addmm"] + joined - len(choices.apart)
+    return Counter({kind: count for kind, count in (("mm", products), ("addmm", wholes)) if count})
 
 
-def test_a_sum_that_is_ignored_keeps_no_addmm_whole() -> None:
-    """What is there for order only does not count as a reader."""
-    _, nodes = traced(partial(_read_addmm, lambda y: (aten.relu(y), aten.sum(y))), (3,), (3, 3), (3, 3))
-    nodes["addmm"].meta["val"] = torch.empty(3, 3, device="meta")
-    assert dataflow.is_taken_apart(nodes["addmm"], frozenset({aten.sum.default}))
+def _three(a: Any, b: Any, c: Any, d: Any) -> Any:
+    return aten.sum(aten.mm(a, b) + aten.mm(b, c) + aten.mm(c, d), (0,))
+
+
+_SQUARES = ((3, 3),) * 4
+_CHOICES: dict[str, tuple[Callable[..., Any], set[str], set[str]]] = {  # of (3,) and four (3, 3): sums that are joined, addmm taken apart
+    "pointwise": (lambda v, a, b, c, d: aten.relu(aten.add(aten.mm(a, b), a)), set(), set()),
+    "a view that is": (lambda v, a, b, c, d: aten.relu(aten.t(aten.add(aten.mm(a, b), a))), set(), set()),
+    "a product": (lambda v, a, b, c, d: aten.mm(aten.add(aten.mm(a, b), a), b), {"add"}, set()),
+    "a reduction": (lambda v, a, b, c, d: aten.sum(aten.add(aten.mm(a, b), a)), {"add"}, set()),
+    "a sum of three": (lambda v, *of: _three(*of), {"add", "add_1"}, set()),
+    "a sum of three, pointwise": (lambda v, a, b, c, d: aten.relu(aten.mm(a, b) + aten.mm(b, c) + aten.mm(c, d)), set(), set()),
+    "addmm": (lambda v, a, b, c, d: aten.relu(aten.addmm(v, a, b)), set(), {"addmm"}),
+    "addmm, a view": (lambda v, a, b, c, d: aten.relu(aten.view(aten.addmm(v, a, b), (9,))), set(), {"addmm"}),
+    "addmm, a product": (lambda v, a, b, c, d: aten.mm(aten.addmm(v, a, b), b), set(), set()),
+    "addmm, a copy of the same form": (lambda v, a, b, c, d: aten.mm(aten.clone(aten.addmm(v, a, b)), b), set(), set()),
+    "addmm, two": (lambda v, a, b, c, d: (lambda y: (aten.relu(y), aten.sum(y)))(aten.addmm(v, a, b)), set(), set()),
+    "addmm, the output": (lambda v, a, b, c, d: aten.addmm(v, a, b), set(), set()),
+    "addmm, a sum that is joined": (lambda v, a, b, c, d: aten.sum(aten.addmm(v, a, b) + aten.mm(c, d)), {"add"}, set()),
+    "addmm, to which another adds": (lambda v, a, b, c, d: aten.relu(aten.addmm(aten.addmm(v, a, b), c, d)), set(), {"addmm", "addmm_1"}),
+    "addmm, that another takes": (lambda v, a, b, c, d: aten.relu(aten.addmm(v, aten.addmm(v, a, b), c)), set(), {"addmm_1"}),
+    "addmm, scaled": (lambda v, a, b, c, d: aten.relu(aten.addmm(v, a, b, beta=0.5, alpha=2)), set(), {"addmm"}),
+}
+
+
+@pytest.mark.parametrize("of", _CHOICES)
+def test_on_a_gpu_products_and_sums_become_what_inductor_makes_of_them(of: str) -> None:
+    """By its own passes, which run without a GPU."""
+    function, joined, apart = _CHOICES[of]
+    module = _on_gpu(function, (3,), *_SQUARES)
+    choices = dataflow.ProductsAndSums.of(module.graph)
+    assert {node.name for node in choices.sums.values()} == joined
+    assert {node.name for node in choices.apart} == apart
+    foretold = _foretold(module.graph, choices)
+    assert _of_inductor(module) == foretold
+    half = _on_gpu(function, (3,), *_SQUARES, dtype=torch.bfloat16)
+    assert not dataflow.ProductsAndSums.of(half.graph).apart
+
+
+def _drawn(seed: int, bias: Any, *made: Any) -> Any:
+    chance, values = random.Random(seed), list(made)
+    for _ in range(chance.randint(3, 12)):
+        x, y, z = (chance.choice(values[-5:]) for _ in range(3))
+        how = chance.randrange(8)
+        values.append(
+            aten.mm(x, y) if how < 2 else aten.addmm(bias, x, y) if how == 2 else aten.addmm(z, x, y) if how == 3 else aten.add(x, y)
+            if how < 6 and x is not y else aten.relu(x) if how == 6 else aten.t(x))
+    return aten.sum(values[-1]), aten.relu(values[-2]), values[-3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_in_drawn_graphs_are_inductors(seed: int, dtype: torch.dtype) -> None:
+    """Products, sums, views and pointwise code in any order."""
+    module = _on_gpu(partial(_drawn, seed), (3,), *_SQUARES, dtype=dtype)
+    module.graph.eliminate_dead_code()
+    foretold = _foretold(module.graph, dataflow.ProductsAndSums.of(module.graph))
+    assert _of_inductor(module) == foretold
+
+
+def test_on_a_cpu_no_addmm_is_taken_apart() -> None:
+    """There each is one call. On a GPU what is ignored counts as no reader."""
+    graph, _ = traced(lambda v, x, w: aten.relu(aten.addmm(v, x, w)), (3,), (3, 3), (3, 3))
+    assert not dataflow.ProductsAndSums.of(graph).apart
+    module = _on_gpu(lambda v, x, w: (lambda y: (aten.relu(y), aten.sum(y)))(aten.addmm(v, x, w)), (3,), (3, 3), (3, 3))
+    (whole,) = module.graph.find_nodes(op="call_function", target=aten.addmm.default)
+    assert dataflow.ProductsAndSums.of(module.graph, frozenset({aten.sum.default})).apart == {whole}

@@ -85,7 +85,8 @@ def test_on_a_gpu_a_release_leaves_inductor_its_choice() -> None:
     whole = calls(ctx, aten.addmm.default)
     for node in whole:
         node.meta["val"] = torch.empty_like(node.meta["val"], device="meta")  # no CPU
-    apart = [node for node in whole if dataflow.is_taken_apart(node)]
+    choices = dataflow.ProductsAndSums.of(ctx.graph.module.graph)
+    apart = [node for node in whole if node in choices.apart]
     readers = [set(node.users) for node in apart]
     assert apart
     apply(ctx, annotate_units, insert_grad_offload, insert_release)
