@@ -230,6 +230,7 @@ class EagerAccess:
         It goes to the host at once where no graph makes a part of it, and no later backward adds to
         it: that would bring it back.
         """
+        self._nodes.gradients_outside += 1
         self._several_a_step |= row in self.gradient_rows
         self.gradient_rows.add(row)
         self._gradients.parts.several.add(row)

@@ -56,6 +56,7 @@ class SessionNodes:
                          if self.averaged else None)
         self.running = Running()
         self.runs: Counter[str] = Counter()  # how often each kind of node ran, in rows
+        self.gradients_outside = 0  # made by no graph, as far as autograd tells of them
         self.graph_rows: dict[int, frozenset[int]] = {}  # rows that each backward graph offloads
         self.captured_rows: frozenset[int] = frozenset()  # rows that any backward graph offloads
         self.graph_calls: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, node by node in the order of the graph
@@ -67,6 +68,11 @@ class SessionNodes:
         self._offloaded: set[int] = set()
         self.returned = ReturnedGradients()
         self._unwaited: set[int] = set()  # rows of the last steps whose new weights no forward has waited for yet
+
+    @property
+    def backwards(self) -> int:
+        """A number that grows with each backward, of a graph or of code outside the graphs."""
+        return self.runs["backward_end"] + self.gradients_outside
 
     # ---- the nodes ----
 

@@ -35,7 +35,7 @@ class _Phase(Enum):
 class OpenBatch:
     """One batch in two parts.
 
-    backwards   of graphs, before it
+    backwards   the session's number of them before it
     rows        that had gradients before it; of the CPU's part: that have the device's
     """
 
@@ -118,7 +118,7 @@ def require_none(session: Session, called: str) -> None:
 
 
 def _backwards(session: Session) -> int:
-    return session.nodes.runs["backward_end"]  # of a model that runs eagerly none is counted
+    return session.nodes.backwards
 
 
 def _rows_with_gradients(session: Session) -> Set[int]:

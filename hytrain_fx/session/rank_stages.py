@@ -181,7 +181,7 @@ class RankStages:
         for one in found:
             here = here if one is None else torch.maximum(here, one)
         any_stage = self.ranks.of_each(here, "whether the gradients of all stages are finite (on_nonfinite, the same in all)").amax()
-        self._untold.update((other, _Found(any_stage, other.nodes.runs["backward_end"])) for other in others)
+        self._untold.update((other, _Found(any_stage, other.nodes.backwards)) for other in others)
         return any_stage
 
     def error_of(self, of: weakref.ref[Session], own: NonFiniteGradientError | None) -> NonFiniteGradientError | None:
@@ -199,7 +199,7 @@ class RankStages:
         for other in [other for other, unheard in self._unheard.items() if unheard.told() is session]:
             del self._unheard[other]  # it steps again
         unheard = self._unheard.pop(session, None)
-        if unheard is not None and unheard.backwards == session.nodes.runs["backward_end"]:
+        if unheard is not None and unheard.backwards == session.nodes.backwards:
             return unheard.error
         if self._stepped_before(session):
             return own  # that one has asked; what it has found of this step is not waited for
@@ -207,14 +207,14 @@ class RankStages:
         errors = [other.finite_steps.take_error() for other in others]
         error = own or next(filter(None, errors), None)
         if error is not None:
-            self._unheard.update((other, _Unheard(found or error, of, other.nodes.runs["backward_end"]))
+            self._unheard.update((other, _Unheard(found or NonFiniteGradientError(*error.args), of, other.nodes.backwards))
                                  for other, found in zip(others, errors, strict=True))
         return error
 
     def _stepped_before(self, session: Session) -> bool:
         """Whether another stage of this rank has come to its step() since the last backward."""
         before = self._untold.get(session)
-        return before is not None and before.backwards == session.nodes.runs["backward_end"]
+        return before is not None and before.backwards == session.nodes.backwards
 
     def norm(self, own: torch.Tensor, order: float) -> torch.Tensor:
         """The norm over all stages, 0-dim fp32, of the norms of each rank's gradients.
@@ -239,6 +239,7 @@ class _Found(NamedTuple):
 class _Unheard(NamedTuple):
     """The error that a stage raises since another one of its rank has.
 
+    error       not the one that was raised: its traceback would keep what the loop had then
     told        the session that has raised
     backwards   how many this one had made by then: after another one it does not raise
     """

@@ -47,9 +47,8 @@ class TiedWeight:
         self._ranks = ranks
         self._holders = holders
         self._session = weakref.ref(session)
-        self._runs: Mapping[str, int] = session.nodes.runs
         self._sum: torch.Tensor | None = None
-        self._summed_at = -1  # how many backwards of graphs there were then
+        self._summed_at = -1  # the session's number of backwards then
         self._is_summed = False  # since the last step
 
     def begin_alike(self) -> None:
@@ -67,8 +66,10 @@ class TiedWeight:
         UnsupportedError where a backward has added to a sum, RankError where a rank does not come,
         ConfigError where states were loaded that differ.
         """
-        backwards = self._runs["backward_end"]
-        if self._summed_at == backwards and (backwards > 0 or self._is_summed):  # of a stage that runs eagerly none is counted
+        session = self._session()
+        assert session is not None  # it steps
+        backwards = session.nodes.backwards
+        if self._summed_at == backwards and (backwards > 0 or self._is_summed):  # of some eager code none is counted
             return
         with told_to_ranks("the step", lambda: self._ranks), without_torch_function():
             grad = get_grad(self.parameter)
@@ -76,7 +77,7 @@ class TiedWeight:
                 raise UnsupportedError(
                     f"a backward came after the gradients of {self.saved_as}, which several stages have, were added up for clipping or "
                     "for a step of this rank: run all backwards of a step first, and step all optimizers of such weights in it")
-        self._compare_loaded()
+        self._compare_loaded(session)
         with torch.no_grad(), without_torch_function():
             values = grad.grad_state.copy_out() if isinstance(grad, GradStandIn) else grad
             summed = self._added(values)
@@ -84,11 +85,9 @@ class TiedWeight:
                 set_grad(self.parameter, summed)
         self._sum, self._summed_at, self._is_summed = summed, backwards, True
 
-    def _compare_loaded(self) -> None:
+    def _compare_loaded(self, session: Session) -> None:
         """Where a rank has loaded states since they were compared last. Raises ConfigError."""
         if any(self._ranks.tell_number(f"the gradients of {self.saved_as}", int(self.is_loaded))):
-            session = self._session()
-            assert session is not None  # it steps
             own = f"weight {_digest(self.parameter)}, {states_in_words(session, self.row)}"
             require_same_states(self.saved_as, dict(zip(self._holders, self._ranks.of_all("states of tied weights", own), strict=True)))
             self.is_loaded = False

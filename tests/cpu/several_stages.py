@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import hytrain_fx
 from hytrain_fx.errors import NonFiniteGradientError
 from hytrain_fx.session.rank_stages import stages_with
 
-from .pipeline_loops import SPIKE, TIED, Found, Pipeline
+from .pipeline_loops import SPIKE, TIED, Found, Part, Pipeline, trained
 
 Said = tuple[str, float]
 
@@ -198,3 +200,62 @@ def summed_too_early(rank: int, size: int) -> list[Said]:
         if step == 0:
             run.scaler.update()
     return said
+
+
+# ---- stages without graphs ----
+
+
+def without_graphs(loop: str, eager: int, rank: int, size: int) -> dict[str, tuple[Found, ...]]:
+    """Two stages a rank; those of one rank run eagerly. By hand and with ours."""
+    if rank == eager:
+        setattr(Part, "forward", torch.compiler.disable(Part.forward))  # noqa: B010  # mypy: a method
+    if loop == "in turn":
+        return {loop: tuple(_in_turn(ours) for ours in (False, True))}
+    return {loop: tuple(trained("Interleaved1F1B", loop, torch.float32, None, ours) for ours in (False, True))}
+
+
+def _in_turn(ours: bool) -> Found:
+    """Six iterations: the first optimizers step in one, the second ones in the next.
+
+    An inf is in the first stage in the third, whose step is left out.
+    """
+    run = Pipeline("Interleaved1F1B", ours, torch.float32, skips=True)
+    seen = list[float]()
+    for step in range(6):
+        run.spike(SPIKE if step == 2 else 0.0, 0)
+        run.factor = 2.0**16 if step == 2 else 1.0
+        seen += run.backward(step)
+        if not ours:
+            run._skip()
+        run.optimizers[step % 2].step()
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+    return {"seen": seen, "weights": run.weights()}
+
+
+def kept_by_errors(rank: int, size: int) -> list[str]:
+    """Whether a schedule goes with the loop whose first step() of a rank has raised."""
+    said = [_told_and_gone() for _ in range(2)]
+    gc.collect()
+    return [f"{'gone' if schedule() is None else 'kept'}: {type(error).__name__}" for schedule, error in said]
+
+
+def _told_and_gone() -> tuple[weakref.ref[Any], Exception]:
+    run = Pipeline("Interleaved1F1B", True, torch.float32, on_nonfinite="raise")
+    for session in run.sessions():
+        session.finite_steps.reads_at_once = False
+    error: Exception | None = None
+    for step in range(2):
+        run.spike(SPIKE, 0)
+        run.factor = 2.0**16
+        run.backward(step)
+        try:
+            _step_all(run.optimizers)
+        except NonFiniteGradientError as told:
+            error = NonFiniteGradientError(*told.args)
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+    assert error is not None
+    for part in run.parts:
+        hytrain_fx.close(part)
+    return weakref.ref(run.schedule), error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,20 @@ def test_a_tied_weight_that_steps_late_is_refused(tmp_path: Path) -> None:
     assert re.match(r"UnsupportedError: a backward came after the gradients of words\.weight", last[1][0]), last
     assert re.match(r"RankError: .* an error in ", first[1][0]), first
     assert first[1][1] < LIMIT_S / 2
+
+
+@pytest.mark.sample(0)
+@pytest.mark.parametrize("eager", [0, 1])
+@pytest.mark.parametrize("loop", ["in turn", "tied clipped"])
+def test_stages_of_a_rank_may_run_without_graphs(loop: str, eager: int, tmp_path: Path) -> None:
+    """What ranks do together they do as often: gradients that no graph made count as a backward."""
+    ranks = started(partial(several_stages.without_graphs, loop, eager), 2, tmp_path, timeout_s=LIMIT_S)
+    assert all(isinstance(of, dict) for of in ranks), ranks
+    require_bits_by_hand(ranks, "seen")
+
+
+@pytest.mark.sample(0)
+def test_an_error_that_stages_hear_of_together_keeps_no_schedule(tmp_path: Path) -> None:
+    """What the others of a rank are to raise has no frames of the loop that has got it first."""
+    for said in started(several_stages.kept_by_errors, 2, tmp_path):
+        assert said == ["gone: NonFiniteGradientError"] * 2
