@@ -154,7 +154,7 @@ def _of_inductor(module: fx.GraphModule) -> Counter[str]:
 
     mode: Any = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
     with V.set_fake_mode(mode), mode:
-        post_grad.lazy_init()  # type: ignore[no-untyped-call]
+        post_grad.lazy_init()
         post_grad.remove_noop_ops(module.graph)
         for patterns in post_grad.pass_patterns:
             patterns.apply(module.graph)
