@@ -63,6 +63,8 @@ class FiniteSteps:
         self._gathered = gathered
         self._finiteness = Finiteness(states.copies, slots.shards)
         self._error: NonFiniteGradientError | None = None
+        # of a step without gradients here: its number, and whether any stage had some not finite
+        self._elsewhere: tuple[int, torch.Tensor] | None = None
 
     def use(self, mode: OnNonfinite) -> None:
         """What to do from now on. No gradient may be there."""
@@ -83,7 +85,7 @@ class FiniteSteps:
         """
         if self._gathered:
             self._gathered.before_updates(self._builder.parameters_of(items))
-        check = self._checked(items)
+        check = self._checked(items, number)
         if check is not None and not self._engine.can_skip:
             if bool(check.any):
                 self._left_out(check, number)
@@ -101,14 +103,17 @@ class FiniteSteps:
         self._builder.doubt(items, partial(self._was_left_out, check, by_scaler, number))
         return items
 
-    def _checked(self, items: Sequence[CommitItem]) -> FiniteCheck | None:
+    def _checked(self, items: Sequence[CommitItem], number: int) -> FiniteCheck | None:
         if self._mode == "allow":
             return None
         check = self._finiteness.check(items) if items else None
         if self.share is None:
             return check
         any_stage = self.share(None if check is None else check.any)  # others wait for it, also where nothing is here
-        return None if check is None else replace(check, any=any_stage)
+        if check is None:
+            self._elsewhere = number, any_stage
+            return None
+        return replace(check, any=any_stage)
 
     def found_now(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor | None:
         """Whether any of these `.grad`, by row, is not finite: 0-dim fp32 on the device, 1 or 0.
@@ -131,11 +136,11 @@ class FiniteSteps:
             self._left_out(check, number)
         return skipped
 
-    def _left_out(self, check: FiniteCheck, number: int) -> None:
+    def _left_out(self, check: FiniteCheck | None, number: int) -> None:
         self.count += 1
         self.last = number
         if self._mode == "raise":
-            row = check.first()
+            row = None if check is None else check.first()
             elsewhere = "on another rank" if self.share is None else "in another stage"
             of = elsewhere if row is None else f"among them that of {self._slots.name(self._states.pieces.parameter(row))}"
             self._error = NonFiniteGradientError(
@@ -164,6 +169,10 @@ class FiniteSteps:
         """The error of a step that was left out, once. `wait`: as of `raise_told`."""
         if self._mode == "raise" and (wait or self._engine.knows_skipped()):
             self._builder.settle_steps()
+        if wait and self._elsewhere is not None:  # the other stages raise, so this one does
+            (number, any_stage), self._elsewhere = self._elsewhere, None
+            if bool(any_stage):
+                self._left_out(None, number)
         error, self._error = self._error, None
         return error
 

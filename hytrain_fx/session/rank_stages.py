@@ -155,10 +155,10 @@ class RankStages:
 
         `step()` shares what `on_nonfinite` has found.
         """
-        waits = all(is_watched(optimizer) or not session.engine.can_skip for session, optimizer in optimizers.items())
+        waits = [is_watched(optimizer) or not session.engine.can_skip for session, optimizer in optimizers.items()]
         self.ranks.all_have_compiled()
         self.ranks.require_alike('hooks on step() of optimizers with a GradScaler and on_nonfinite="skip" or "raise"',
-                                 ("hooks" if waits else "none",))
+                                 ("hooks" if all(waits) else "some" if any(waits) else "none",))
 
     def share_found(self, of: weakref.ref[Session], own: torch.Tensor | None) -> torch.Tensor:
         """Whether any stage has gradients that are not finite: 0-dim fp32, 0 where none has.

@@ -133,6 +133,22 @@ def _step_all(optimizers: Sequence[Any]) -> None:
         optimizer.step()
 
 
+def without_gradients(at_once: bool, rank: int, size: int) -> list[str]:
+    """Five steps. In the second the gradients are not finite, and one rank drops its own."""
+    run = Pipeline("1F1B", True, torch.float32, on_nonfinite="raise", timeout_s=20.0)
+    (session,), (optimizer,), said = run.sessions(), run.optimizers, []
+    session.finite_steps.reads_at_once = at_once
+    for step in range(5):
+        run.spike(SPIKE if step == 1 else 0.0, 0)
+        run.factor = 2.0**16 if step == 1 else 1.0
+        run.backward(step)
+        if step == 1 and rank == size - 1:
+            optimizer.zero_grad()
+        said.append(said_by(optimizer.step)[0].partition(":")[0])
+        optimizer.zero_grad()
+    return said
+
+
 # ---- hooks on one rank alone ----
 
 

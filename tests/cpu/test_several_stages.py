@@ -37,6 +37,15 @@ def test_stages_of_a_rank_hear_of_a_step_that_was_left_out_together(tmp_path: Pa
 
 
 @pytest.mark.sample(0)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stage_without_gradients_hears_of_a_step_that_was_left_out(at_once: bool, tmp_path: Path) -> None:
+    """All ranks raise at the same step(), or those that do not would wait for the others."""
+    told = [False, True, False, False, False] if at_once else [False, False, True, False, False]
+    expected = ["NonFiniteGradientError" if here else "no error" for here in told]
+    assert started(partial(several_stages.without_gradients, at_once), 2, tmp_path) == [expected] * 2
+
+
+@pytest.mark.sample(0)
 def test_a_hook_on_one_rank_alone_is_told_at_once(tmp_path: Path) -> None:
     """With a GradScaler and `on_nonfinite`: an inf would have one rank step and the other not."""
     for (said, took_s), after in started(several_stages.hooked, 2, tmp_path, timeout_s=LIMIT_S):
