@@ -41,6 +41,17 @@ def split(master: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torc
     return master.to(torch.bfloat16), tail.to(torch.int16), torch.where(went_up, -state.abs(), state.abs())
 
 
+def is_rounding(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Which elements of a 16-bit weight [n] are the rounding of its master [n] on one device."""
+    return master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+
+
+def all_rounded(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether all are, wherever both are: it copies the weight in chunks."""
+    chunks = zip(master.split(CHUNK_PARAMS), weight.split(CHUNK_PARAMS), strict=True)
+    return all(bool(is_rounding(part, of.to(part.device)).all()) for part, of in chunks)
+
+
 def whole_states(states: RowStates, device: torch.device) -> RowStates:
     """The states with masters in one piece and no marks.
 

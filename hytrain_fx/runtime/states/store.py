@@ -17,7 +17,15 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.pieces import flat_alias, flat_memory
 from hytrain_fx.runtime.states.placed import PlacedStates
-from hytrain_fx.runtime.states.split_master import copy_states, halved, load_masters, split_into, whole_states
+from hytrain_fx.runtime.states.split_master import (
+    all_rounded,
+    copy_states,
+    halved,
+    is_rounding,
+    load_masters,
+    split_into,
+    whole_states,
+)
 from hytrain_fx.runtime.states.streamed_homes import StreamedWeight, home_of
 from hytrain_fx.torch_private.tensors import without_torch_function
 
@@ -314,7 +322,7 @@ class StateStore(PlacedStates):
             part = slice(begin, begin + CHUNK_PARAMS)
             master = states.master[part]
             written = weight[part].to(master.device)
-            kept = _rounded(master, written)
+            kept = is_rounding(master, written)
             master.copy_(torch.where(kept, master, written.to(master.dtype)))
             if states.low is not None:
                 marked = states.marked()[part]
@@ -325,9 +333,9 @@ class StateStore(PlacedStates):
         """Whether each element of a 16-bit weight is its master's rounding, as updates leave it."""
         of = self.streamed.get(parameter)
         if of is not None:
-            return not of.shows or _all_rounded(self.home(parameter), self.pieces.memory(parameter, of.weight))
+            return not of.shows or all_rounded(self.home(parameter), self.pieces.memory(parameter, of.weight))
         rows = (row for row in self.pieces.of(parameter) if not self._leaves_weight(row))
-        return all(_all_rounded(self.in_memory(row).master, self._weight(row)) for row in rows)
+        return all(all_rounded(self.in_memory(row).master, self._weight(row)) for row in rows)
 
     def whole_as_written(self, parameter: int) -> RowStates:
         """As `whole`, with the weight for the master where it is not the master's rounding.
@@ -338,7 +346,7 @@ class StateStore(PlacedStates):
         if whole.master.dtype == self._weights[parameter].dtype or (of is not None and not of.shows):
             return whole
         weight = self.pieces.memory(parameter, self._weights[parameter] if of is None else of.weight).to(whole.master.device)
-        return replace(whole, master=torch.where(_rounded(whole.master, weight), whole.master, weight.to(whole.master.dtype)))
+        return replace(whole, master=torch.where(is_rounding(whole.master, weight), whole.master, weight.to(whole.master.dtype)))
 
     def knows_last_weight(self, parameter: int) -> bool:
         """Whether it is known what the last update left, also once the weight is written."""
@@ -378,16 +386,6 @@ class StateStore(PlacedStates):
         if states.low is not None:
             states.low.zero_()
             states.marked().abs_()
-
-
-def _rounded(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Which elements of a 16-bit weight, on the master's device, are its rounding."""
-    return master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
-
-
-def _all_rounded(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    chunks = zip(master.split(CHUNK_PARAMS), weight.split(CHUNK_PARAMS), strict=True)
-    return all(bool(_rounded(part, of.to(part.device)).all()) for part, of in chunks)
 
 
 def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
