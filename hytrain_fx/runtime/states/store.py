@@ -17,15 +17,7 @@ from hytrain_fx.ir.limits import CHUNK_PARAMS
 from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.pieces import flat_alias, flat_memory
 from hytrain_fx.runtime.states.placed import PlacedStates
-from hytrain_fx.runtime.states.split_master import (
-    all_rounded,
-    copy_states,
-    halved,
-    is_rounding,
-    load_masters,
-    split_into,
-    whole_states,
-)
+from hytrain_fx.runtime.states.split_master import all_rounded, copy_states, halved, is_rounding, load_masters, split_into, whole_states
 from hytrain_fx.runtime.states.streamed_homes import StreamedWeight, home_of
 from hytrain_fx.torch_private.tensors import without_torch_function
 
