@@ -39,11 +39,22 @@ LOOPS = (("plain", "bfloat16"), ("accumulated", "bfloat16"), ("clipped", "bfloat
          ("evaluated", "bfloat16"), ("scaler", "float32"), ("moments", "bfloat16"))
 STEPS = 5
 Found = dict[str, Any]
+Said = tuple[str, float]
 Work = Callable[[int, int], Any]
 
 
 ONE_GPU: Final = "cpu:gloo,cuda:gloo"
 """Backend of ranks that share a GPU: NCCL takes one rank for each."""
+
+
+def said_by(call: Callable[[], object]) -> Said:
+    """What it has raised, and after how many seconds."""
+    begin_s = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
+    return "no error", time.monotonic() - begin_s
 
 
 def started(work: Work, size: int, folder: Path, timeout_s: float = _GROUP_S, backend: str = "gloo", *, fused: bool = False) -> list[Any]:

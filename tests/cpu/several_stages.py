@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,19 +16,7 @@ from hytrain_fx.errors import NonFiniteGradientError
 from hytrain_fx.session.rank_stages import stages_with
 
 from .pipeline_loops import SPIKE, TIED, Found, Part, Pipeline, trained
-
-Said = tuple[str, float]
-
-
-def said_by(call: Callable[[], object]) -> Said:
-    """What it has raised, and after how many seconds."""
-    begin_s = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
-    return "no error", time.monotonic() - begin_s
-
+from .rank_loops import Said, said_by
 
 # ---- an optimizer that steps in every second iteration ----
 

@@ -24,21 +24,10 @@ from hytrain_fx.api import session_of
 
 from .loops import assert_same, weights
 from .pipeline_loops import TIED, Pipeline
-from .rank_loops import compiled, free_port, net, started, tokens_of
+from .rank_loops import Said, compiled, free_port, net, said_by, started, tokens_of
 from .threads import threads_left
 
 LIMIT_S = 60.0  # of the group; its first wait is longer yet
-Said = tuple[str, float]
-
-
-def said_by(call: Callable[[], object]) -> Said:
-    """What it has raised, and after how many seconds."""
-    begin_s = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
-    return "no error", time.monotonic() - begin_s
 
 
 def of_all(rank: int, size: int) -> dict[str, Said]:
