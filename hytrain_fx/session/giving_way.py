@@ -82,7 +82,7 @@ class StatesGiveWay:
         return True
 
     def may_return(self, why: str) -> bool:
-        """Memory may be free again. Whether that has been followed.
+        """Memory may be free again. Whether another plan is on its way for that.
 
         Another plan is solved. Where none is to follow, the plan of then comes back, if there is
         room for it; else it waits as long again. While another plan is tried, it waits for the end,
@@ -103,7 +103,7 @@ class StatesGiveWay:
         before = planning.history[0 if self._before is None else self._before]
         if planning.plan.rows == before.rows:  # it is in force since the last time, or no state could be moved
             self.since_step = self._before = planning.solver.most_bytes = None
-            return True
+            return False
         self.since_step, most_bytes = planning.last.steps_done, planning.solver.most_bytes
         planning.solver.most_bytes = None
         if not planning.solver.has_room(before, planning.plan, planning.discipline):

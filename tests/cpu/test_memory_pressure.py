@@ -340,6 +340,7 @@ def test_a_plan_that_is_to_stay_comes_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(planning.history) == plans + 2
     assert any("the plan from before comes back" in note for note in planning.plan.notes)
     assert planning.solver.most_bytes is None
+    assert session_of(model).pressure._patience_steps == 2 * 3  # doubled once, for the one return
     assert found == losses
 
 
