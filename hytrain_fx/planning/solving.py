@@ -21,6 +21,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.limits import HALF_BYTES
 from hytrain_fx.ir.plan import PlacedPiece, Placement, Plan, PlanRow
 from hytrain_fx.ir.profile import Profile
+from hytrain_fx.ir.task_graph import Unit
 from hytrain_fx.planning.first_plan import fixed_plan, given_share
 from hytrain_fx.planning.model_units import ModelUnits, StateSizes
 from hytrain_fx.runtime.memory import device_budget_bytes, host_budget_bytes
@@ -111,7 +112,7 @@ class Solver:
 
     def _slots_bytes(self, made: Plan) -> int:
         """What slots of weights may take on the device: theirs now, and what the plan leaves."""
-        units, of_units = self._units(), self._of_units()
+        of_units = self._of_units(units := self._units())
         taken = sum((of_units[row.unit].device + HALF_BYTES * units[row.unit].fetched_params) * row.numel / units[row.unit].params
                     for row in made.rows if row.placement.rests_on_device)
         free = device_budget_bytes("auto", self._device, 0.0, self._resident_bytes())
@@ -161,7 +162,7 @@ class Solver:
         What takes no more than the plan in force does is held, and staging slots that are there
         are not needed twice.
         """
-        units, of_units = self._units(), self._of_units()
+        of_units = self._of_units(units := self._units())
         budget = Budget(self._budget_bytes(of_units), self._host_budget_bytes(), counts_streamed=self._config.gpu_states == "auto",
                         staged_bytes=self._sizes.staged_bytes_per_param(), of_units=of_units)
         needs, there = (budget.device_needs(units, of, discipline) for of in (plan, in_force))
@@ -199,13 +200,13 @@ class Solver:
         return max(int(budget * ROUNDED), 0)
 
     def _bytes(self) -> dict[str, Any]:
-        of_units = self._of_units()
-        params = max(sum(unit.params for unit in self._units()), 1)
+        of_units = self._of_units(units := self._units())
+        params = max(sum(unit.params for unit in units), 1)
         return {"state_bytes_per_param": sum(of.device for of in of_units) / params,
                 "host_state_bytes_per_param": sum(of.host for of in of_units) / params, "unit_bytes": of_units}
 
-    def _of_units(self) -> tuple[UnitBytes, ...]:
-        return tuple(self._sizes.of(self._units.rows_of(unit)) for unit in self._units())
+    def _of_units(self, units: Sequence[Unit]) -> tuple[UnitBytes, ...]:
+        return tuple(self._sizes.of(self._units.rows_of(unit)) for unit in units)
 
     def _host_budget_bytes(self) -> int:
         """What states may take on the host in all.

@@ -52,7 +52,7 @@ _OPEN: Final[weakref.WeakKeyDictionary[Session, OpenBatch]] = weakref.WeakKeyDic
 def begin(session: Session) -> OpenBatch:
     """A batch in two parts begins. Raises UnsupportedError as `require_none`."""
     require_none(session, "share()")
-    batch = _OPEN[session] = OpenBatch(_backwards(session), _rows_with_gradients(session))
+    batch = _OPEN[session] = OpenBatch(session.nodes.backwards, _rows_with_gradients(session))
     return batch
 
 
@@ -62,7 +62,7 @@ def on_cpu(session: Session, batch: OpenBatch, has_gradients: Callable[[], bool]
     has_gradients   a method: whether gradients are there that are not joined
     """
     batch.rows = _rows_with_gradients(session)
-    if not batch.rows and _backwards(session) > batch.backwards:
+    if not batch.rows and session.nodes.backwards > batch.backwards:
         batch.phase = _Phase.DROPPED  # by model.zero_grad(), or by hand
     require_both(session, batch)
     batch.phase, batch.came_late = _Phase.CPU, weakref.WeakMethod(has_gradients)
@@ -94,7 +94,7 @@ def dropped(session: Session) -> None:
         return
     if batch.phase in (_Phase.LEFT, _Phase.JOINED):
         del _OPEN[session]
-    elif batch.phase is _Phase.CPU or _backwards(session) > batch.backwards or not _rows_with_gradients(session) <= batch.rows:
+    elif batch.phase is _Phase.CPU or session.nodes.backwards > batch.backwards or not _rows_with_gradients(session) <= batch.rows:
         batch.phase = _Phase.DROPPED
 
 
@@ -115,10 +115,6 @@ def require_none(session: Session, called: str) -> None:
                                "run the loop over the parts to its end, or leave the batch out with optimizer.zero_grad()")
     if batch.phase is _Phase.LEFT:
         del _OPEN[session]
-
-
-def _backwards(session: Session) -> int:
-    return session.nodes.backwards
 
 
 def _rows_with_gradients(session: Session) -> Set[int]:

@@ -153,7 +153,7 @@ def test_a_cut_is_planned_only_where_its_move_fits(twins: Twins) -> None:
     first, *others = (row for row in whole.rows if row.unit == 0)
     part = replace(first, end=64, placement=Placement.GPU)
     cut = replace(whole, rows=(part, replace(first, begin=64), *others, *(row for row in whole.rows if row.unit)))
-    of_units, limits = session.planning.solver._of_units(), range(in_use(session), 2 * in_use(session), 8)
+    of_units, limits = session.planning.solver._of_units(units), range(in_use(session), 2 * in_use(session), 8)
     least = next(limit for limit in limits if Budget(host_bytes=limit, of_units=of_units).holds_copies(units, whole, cut))
     wanted = session.planning.units.pieces_of(cut)
     assert len(wanted) == len(session.table) + 1

@@ -17,16 +17,14 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from hytrain_fx.errors import EngineError
 from hytrain_fx.ir.plan import Piece, PlacedPiece, Placement
-from hytrain_fx.ir.shard import Shard
-from hytrain_fx.ir.states import Kernel, StateTable
-from hytrain_fx.runtime.engine import Engine, RowStates
-from hytrain_fx.runtime.rounding import RoundingPlace
+from hytrain_fx.ir.states import Kernel
+from hytrain_fx.runtime.engine import RowStates
 from hytrain_fx.runtime.states.pieces import flat_memory
 from hytrain_fx.runtime.states.slabs import require_host_memory
 from hytrain_fx.runtime.states.split_master import FirstWeight, copy_states, load_masters, on_the_device
@@ -37,29 +35,11 @@ class PlacedStates(StateBytes):
     """Master weights and states; slabs by unit, those of slots apart from those of states, so that
     rows change between CPU and STREAM where they are.
 
-    weights   the parameters' own tensors, by number
-    unit_of   unit of each parameter: the rows of a unit share one slab
-    tables    by parameter: the states that it has
-    names     of the parameters, for messages
-    shards    by number of a parameter that ranks update in shards: this rank's
-    origins   by parameter: where its first element here is, for rounding by chance
-
-    pieces       the rows of each parameter
-    placement    by row that is in use
     arrangement  counts up whenever a row rests elsewhere, or a parameter is cut otherwise
     """
 
-    def __init__(
-        self,
-        weights: Sequence[torch.Tensor],
-        unit_of: Sequence[int],
-        tables: Sequence[StateTable],
-        engine: Engine,
-        names: Sequence[str] = (),
-        shards: Mapping[int, Shard] = MappingProxyType({}),
-        origins: Sequence[RoundingPlace] = (),
-    ) -> None:
-        super().__init__(weights, unit_of, tables, engine, names, shards, origins)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.arrangement = 0
         self._leaving: tuple[int, frozenset[int]] = (-1, frozenset())  # and the arrangement it is of
         self._states: dict[int, RowStates] = {}

@@ -8,6 +8,7 @@ not hold a move of all.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -26,7 +27,18 @@ from hytrain_fx.torch_private.tensors import without_torch_function
 
 
 class StateBytes:
-    """The rows and their memory; the arguments are those of `PlacedStates`."""
+    """The rows and their memory.
+
+    weights   the parameters' own tensors, by number
+    unit_of   unit of each parameter: the rows of a unit share one slab
+    tables    by parameter: the states that it has
+    names     of the parameters, for messages
+    shards    by number of a parameter that ranks update in shards: this rank's
+    origins   by parameter: where its first element here is, for rounding by chance
+
+    pieces       the rows of each parameter
+    placement    by row that is in use
+    """
 
     def __init__(
         self,
@@ -34,9 +46,9 @@ class StateBytes:
         unit_of: Sequence[int],
         tables: Sequence[StateTable],
         engine: Engine,
-        names: Sequence[str],
-        shards: Mapping[int, Shard],
-        origins: Sequence[RoundingPlace],
+        names: Sequence[str] = (),
+        shards: Mapping[int, Shard] = MappingProxyType({}),
+        origins: Sequence[RoundingPlace] = (),
     ) -> None:
         self._weights = list(weights)
         self.copies = CopiedWeights()

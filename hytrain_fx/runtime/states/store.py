@@ -39,7 +39,6 @@ class StateStore(PlacedStates):
     on_home    called with a streamed parameter before its home on the host is written here
     """
 
-
     _half_loaded: BaseException | None = None  # what ended the last loading of states
     _weights_follow = True
 
