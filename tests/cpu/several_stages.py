@@ -16,16 +16,19 @@ from hytrain_fx.errors import NonFiniteGradientError
 from hytrain_fx.session.rank_stages import stages_with
 
 from .pipeline_loops import SPIKE, TIED, Found, Part, Pipeline, trained
-from .rank_loops import Said, said_by
+from .rank_loops import Said, device_here, said_by
 
 # ---- an optimizer that steps in every second iteration ----
 
 
 def late(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
-    """With a GradScaler, by hand and with ours, whose states are in one place or the other."""
-    bf16, fp32 = torch.bfloat16, torch.float32
+    """With a GradScaler, by hand and with ours, whose states are in one place or the other.
+
+    On a GPU torch's GradScaler has no kernel for gradients in bf16.
+    """
+    fp32, other = torch.float32, torch.bfloat16 if device_here().type == "cpu" else torch.float32
     kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (fp32, {}), (fp32, {"gpu_states": 0.0}), (bf16, {"gpu_states": 0.0}), (bf16, {"gpu_states": 0.5})]
+        (fp32, {}), (fp32, {"gpu_states": 0.0}), (other, {"gpu_states": 0.0}), (other, {"gpu_states": 0.5})]
     return {f"{dtype} {where}": tuple(_stepped_late(ours, dtype, where) for ours in (False, True)) for dtype, where in kinds}
 
 
