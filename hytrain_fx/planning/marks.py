@@ -12,7 +12,8 @@ says what:
     FORWARD_END    -> GRADS(u)                loss and backward of u
     GRADS(v)       -> GRADS(u)                backward of u
     GRADS(u)       -> BACKWARD_END            backward of u
-    BACKWARD_END   -> GRADS(u)                backward of u, in another graph or micro-batch
+    BACKWARD_END   -> GRADS(u)                backward of u, in another graph or micro-batch, or in
+                                              code outside the graphs
 
 Of several micro-batches a unit's times are those of its first forward and its last backward: an
 update has to fit between that backward and the next step's first forward.
@@ -141,6 +142,16 @@ class StepMarks:
         self._count += 1
         if self._count > MOST_MARKS:
             self._leave_out()
+
+    def gradient_outside(self, unit: int) -> None:
+        """Note that autograd has just added what code outside the graphs makes of a gradient.
+
+        What has passed since the last graph's end is backward of `unit`. A step that has run no
+        captured backward yet is not measured.
+        """
+        if self._running and self._running[-1].ended:
+            self.mark(Mark.GRADS, unit)
+            self.mark(Mark.BACKWARD_END)
 
     def note(self, kind: Mark) -> None:
         """Note that the launching thread has come to `kind`, no point of the compute stream."""

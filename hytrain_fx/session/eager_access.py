@@ -231,6 +231,7 @@ class EagerAccess:
         it: that would bring it back.
         """
         self._nodes.gradients_outside += 1
+        self._marks.gradient_outside(self._nodes.unit_of[row])
         self._several_a_step |= row in self.gradient_rows
         self.gradient_rows.add(row)
         self._gradients.parts.several.add(row)

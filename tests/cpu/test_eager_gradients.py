@@ -16,6 +16,7 @@ from hytrain_fx.api import session_of
 from hytrain_fx.gradients.sources import is_in_slot
 from hytrain_fx.gradients.standin import GradStandIn
 from hytrain_fx.gradients.taking import SessionGradients
+from hytrain_fx.planning.marks import Mark
 from hytrain_fx.runtime.engine import Stage
 
 from .loops import HYPER, HandAdam, assert_same, weights
@@ -150,6 +151,23 @@ def test_they_have_left_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) 
             optimizer.step()
             optimizer.zero_grad()
     assert not late
+
+
+class EagerFirst(Deep):
+    """The first two layers belong to no graph, so their gradients come after every graph."""
+
+    first = torch.compiler.disable(Deep.first)
+
+
+@pytest.mark.parametrize("kind", [EagerFirst, Recurrent])
+def test_they_are_measured_as_a_part_of_the_backward(kind: type[Deep]) -> None:
+    """Each unit's backward has an end, also behind the last graph's."""
+    with compiled(kind) as (model, optimizer):
+        train(model, optimizer, one)
+        session = session_of(model)
+        marks = session.nodes.marks.finished()[-1]
+        assert {unit for mark, unit, _ in marks if mark is Mark.GRADS} == set(session.nodes.unit_of)
+        assert marks[-1][0] is Mark.BACKWARD_END
 
 
 def test_of_a_parameter_that_a_graph_reads_too_they_stay() -> None:

@@ -268,6 +268,27 @@ def test_a_backward_of_several_graphs_is_one(monkeypatch: pytest.MonkeyPatch) ->
     assert one.median(2).between_us == pytest.approx(63.0 + 30.0)
 
 
+def test_gradients_from_outside_are_a_part_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes between a graph's end and a gradient of eager code is backward of its unit.
+
+    Without a graph's end before it nothing is noted, and behind it the backward has ended.
+    """
+    clock = Clock(monkeypatch)
+    clock.marks.gradient_outside(1)
+    assert clock.kept() == 0
+    clock.micro_batch(20.0, 30.0)
+    for after_us in (40.0, 2.0):
+        clock.now_us += after_us
+        clock.marks.gradient_outside(1)
+    clock.now_us += 7.0
+    with clock.marks.held("read"):
+        clock.now_us += 50.0
+    clock.marks.end_step()
+    found = clock.marks.median(2)
+    assert found.backward_us == pytest.approx((30.0, 42.0))
+    assert found.stall_us == pytest.approx((5.0, 0.0))
+
+
 def test_forwards_without_a_backward_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long evaluation with gradients on is forgotten; the next training step is measured."""
     clock = Clock(monkeypatch)
