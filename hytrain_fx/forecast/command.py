@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,13 +147,22 @@ def _pipeline(args: argparse.Namespace) -> str:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that `report` would choose. Raises ConfigError and PlanError as it does."""
+    """The plan that `report` would choose; on stderr, whether it does not fit.
+
+    Raises ConfigError and PlanError as `report` does.
+    """
     from hytrain_fx.forecast.report import case_of
     from hytrain_fx.forecast.systems import OUR_SYSTEM
+    from hytrain_fx.forecast.verdict import over_line
 
     device, options = _asked(args)
     with stage("predicting", quiet=True):
-        return case_of(args.model, device, args.tokens, **options).plan_of(OUR_SYSTEM)
+        case = case_of(args.model, device, args.tokens, **options)
+        plan = case.plan_of(OUR_SYSTEM)
+        row = case.row_of(OUR_SYSTEM, plan)
+    if not row.fits:
+        print(over_line(row.memory, case.device), file=sys.stderr)
+    return plan
 
 
 def _asked(args: argparse.Namespace) -> tuple[DeviceSpec, dict[str, Any]]:
@@ -183,6 +193,10 @@ def _with_rates(device: DeviceSpec, args: argparse.Namespace) -> DeviceSpec:
             continue
         if not 0 < gb_per_s < _MOST_GB:
             raise ConfigError(f"found {option} {gb_per_s:g}, expected more than 0 and less than {_MOST_GB:g}")
+        if figure == "gpu_link_bytes_per_s" and args.gpus == 1:
+            raise ConfigError(f"found {option} {gb_per_s:g} with one GPU in a machine, expected several: set --gpus")
+        if figure == "network_bytes_per_s" and args.nodes == 1:
+            raise ConfigError(f"found {option} {gb_per_s:g} with one machine, expected several: set --nodes")
         scale = 1.0 if figure.endswith("gb_per_s") else 1e9
         device = replace(device, sources={**device.sources, figure: f"given: {option}"}, **{figure: scale * gb_per_s})
     return device

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 import torch
 
-from hytrain_fx.config import Config
+from hytrain_fx.config import MOST_WORKERS, Config
 from hytrain_fx.errors import ConfigError
 from hytrain_fx.forecast.device import DeviceSpec
 from hytrain_fx.forecast.loads import HOST_BYTES_PER_PARAM, Calls, Copies, KernelUpdates, together
@@ -67,14 +67,14 @@ def measure_machine(
 
     A GPU's memory is used as much. `tell` is given each figure's name once it is measured.
 
-    Raises ConfigError for lengths, sizes or workers that are not positive, or more memory than is
-    available; EngineError where the native engine's kernel cannot be built.
+    Raises ConfigError for lengths, sizes or workers that are not positive, too many workers, or
+    more memory than is available; EngineError where the native engine's kernel cannot be built.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     workers = default_workers(device) if workers is None else workers
-    if not 0 < seconds < math.inf or host_bytes < _LEAST_BYTES or workers < 1:
+    if not 0 < seconds < math.inf or host_bytes < _LEAST_BYTES or not 1 <= workers <= MOST_WORKERS:
         raise ConfigError(f"found {seconds} s on {host_bytes} bytes by {workers} workers, expected more than 0 s, at least "
-                          f"{_LEAST_BYTES} bytes and one worker")
+                          f"{_LEAST_BYTES} bytes and 1 to {MOST_WORKERS} workers")
     if 2 * host_bytes > available_host_bytes():
         raise ConfigError(f"found {available_host_bytes()} bytes of host memory available, measuring takes {2 * host_bytes}; "
                           "pass a smaller --megabytes")

@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TypeVar
 
+from hytrain_fx.forecast.device import MOST_TOKENS
 from hytrain_fx.forecast.systems import OUR_SYSTEM, SYSTEMS, Case
 from hytrain_fx.progress import Tell, untold
 
@@ -66,7 +67,8 @@ def whole_batches(case: Case) -> list[int]:
 
 
 def _batches(case: Case, least: int) -> list[int]:
-    return sorted({max(least, int(factor * case.tokens) // least * least) for factor in FACTORS})
+    batches = {max(least, int(factor * case.tokens) // least * least) for factor in FACTORS}
+    return sorted(tokens for tokens in batches if tokens <= MOST_TOKENS)
 
 
 def sweep_of(case: Case, tell: Tell = untold) -> Sweep:

@@ -24,6 +24,11 @@ def _fits(report: Report) -> str:
     memory, device = report.ours.memory, report.device
     if report.ours.fits:
         return fits_line(memory.device_bytes, device.memory_bytes, memory.host_bytes, device.host_memory_bytes)
+    return over_line(memory, device)
+
+
+def over_line(memory: Footprint, device: DeviceSpec) -> str:
+    """What our plan takes of a memory that does not hold it."""
     return f"It does not fit: our plan takes {_over(memory, device)}."
 
 

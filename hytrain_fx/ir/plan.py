@@ -136,7 +136,9 @@ class Plan:
             read = cls(rows=rows, notes=tuple(raw.pop("notes", ())), **raw)
             _require_kinds(read)
             return read
-        except (TypeError, ValueError, KeyError) as error:
+        except KeyError as error:
+            raise PlanError(f"this is not a saved plan: found no {error}; expected the text that Plan.to_json() writes") from error
+        except (TypeError, ValueError) as error:
             raise PlanError(f"this is not a saved plan: {error}; expected the text that Plan.to_json() writes") from error
 
 

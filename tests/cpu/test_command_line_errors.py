@@ -72,6 +72,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     **{f"device {name!r}": (report(device=f"{{tmp}}/{name}" if name else ""), "a device|not a text") for name in FILES},
     **{f"host {name!r}": (report(host=f"{{tmp}}/{name}"), "a device|not a text") for name in ("binary", "missing")},
     **{f"plan {name!r}": (explain(f"{{tmp}}/{name}"), "") for name in FILES},
+    "plan of a config": (explain("{tmp}/llama"), "found no 'rows'"),
     **{f"config: {name}": (report(model=f"{{tmp}}/config/{name}"), "config|model_type") for name in CONFIGS},
     **{f"device: {name}": (report(device=f"{{tmp}}/device/{name}"), "device") for name in DEVICES},
     **{f"plan: {name}": (explain(f"{{tmp}}/plan/{name}"), "not a saved plan") for name in PLANS},
@@ -88,6 +89,9 @@ CASES: dict[str, tuple[list[str], str]] = {
     "autocast on ranks": ([*report(gpus="2"), "--autocast"], "autocast on 2 GPUs"),
     **{f"{rate} of {of}": (report(gpus="2", **{rate: of}), f"--{rate.replace('_', '-')} {of}, expected more than 0")
        for rate in ("gpu_link_gb_per_s", "network_gb_per_s", "host_memory_gb_per_s") for of in ("0", "nan")},
+    **{f"{link} link of one alone": (report(**{f"{link}_gb_per_s": "5"}), f"-gb-per-s 5 with one .*: set {option}")
+       for link, option in (("gpu_link", "--gpus"), ("network", "--nodes"))},
+    "network of one machine": (["plan", *report(gpus="2", network_gb_per_s="5")[1:]], "with one machine, expected several: set --nodes"),
     "unknown model": (report(model="llama-8t"), "llama-8t.*llama-70b"),
     "unknown device": (report(device="h300"), "h300.*h200"),
     "unknown factory": (report(model="json:nope"), "json:nope cannot be had"),
@@ -95,7 +99,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     **{f"profile of {of} s": (["profile", "--seconds", of], "expected more than 0 s") for of in ("0", "-1", "nan", "inf")},
     "profile of no memory": (["profile", "--megabytes", "0"], "expected more than 0 s"),
     "profile of much memory": (["profile", "--megabytes", "1" + "0" * 30], "smaller --megabytes"),
-    "profile by nobody": (["profile", "--workers", "0"], "one worker"),
+    "profile by nobody": (["profile", "--workers", "0"], "1 to 4096 workers"),
+    "profile by too many": (["profile", "--workers", "100000"], "1 to 4096 workers"),
     "profile into nowhere": (["profile", "--out", "{tmp}/missing/x"], "cannot be written"),
     "bench of nothing": (["bench", "--model", "{tmp}/missing"], "missing.*llama-70b"),
     "bench of an unknown family": (["bench", "--model", "{tmp}/config/other family"], "no-such"),

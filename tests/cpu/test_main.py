@@ -13,6 +13,7 @@ from hytrain_fx.__main__ import main
 from hytrain_fx.explain.plan.text import plan_text
 from hytrain_fx.forecast.page import markdown
 from hytrain_fx.forecast.report import report
+from hytrain_fx.forecast.verdict import verdict
 from hytrain_fx.ir.plan import Plan
 from hytrain_fx.runtime.native import build
 from hytrain_fx.runtime.native.libraries import SOURCES
@@ -54,6 +55,18 @@ def test_plan_prints_the_plan_of_the_report(capsys: pytest.CaptureFixture[str]) 
     assert Plan.from_json(output(capsys, "plan", *MODEL, "--budget-gb", "2.5", "--json")) == expected
     other = report("llama-1.3b", "h200", 4096, sequence=512, recompute=True, sweep=False).plan
     assert output(capsys, "plan", *MODEL, "--sequence", "512", "--recompute") == plan_text(other) + "\n"
+
+
+def test_plan_tells_that_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, in the words of the report; the plan itself is printed as ever."""
+    for options in ([], ["--json"]):
+        assert main(["plan", "--model", "llama-7b", "--device", "rtx4090", "--tokens", "8192", *options]) == 0
+        told = capsys.readouterr()
+        assert told.err == f"{verdict(report('llama-7b', 'rtx4090', 8192, sweep=False))[0]}\n"
+        assert told.err.startswith("It does not fit: our plan takes ")
+        assert told.out.startswith("{" if options else "plan: k = 0 of 34 units")
+    assert main(["plan", *MODEL]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_several_gpus_and_given_rates(small: str, capsys: pytest.CaptureFixture[str]) -> None:

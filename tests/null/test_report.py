@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain_fx.errors import ConfigError, PlanError
-from hytrain_fx.forecast.device import DeviceSpec
+from hytrain_fx.forecast.device import MOST_TOKENS, DeviceSpec
 from hytrain_fx.forecast.memory import activation_bytes, footprint, largest_params, states_budget_bytes
 from hytrain_fx.forecast.named_devices import find_device
 from hytrain_fx.forecast.page import markdown
@@ -44,6 +44,14 @@ def of_10b() -> Report:
 def row_of(system: System, case: Case) -> Row:
     """The row of one system in a report of the case, which has those of all."""
     return case.row_of(system, case.plan_of(system))
+
+
+def test_a_sweep_stays_below_the_most_tokens() -> None:
+    """A report of as many tokens as one may ask for has a sweep of fewer ones."""
+    r = report("llama-1.3b", "h200", MOST_TOKENS, sequence=4096)
+    tokens = [point.tokens for point in r.sweep.tokens]
+    assert len(tokens) > 1
+    assert max(tokens) <= MOST_TOKENS
 
 
 def test_systems_keep_their_order() -> None:
