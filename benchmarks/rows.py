@@ -38,8 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is missing, write the table and its plot. Raises CannotRun for a wrong line."""
-    text = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text()
+    """Measure what is missing, write the table and its plot.
+
+    Raises CannotRun for a wrong line, and for a file that cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if str(arguments.file) == "-" else arguments.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotRun(f"found no rows in {str(arguments.file)!r} ({error}), expected a text file, a row on each line") from error
     rows = rows_in(text)
     results = Results(arguments.out / "results.json")
     measure([case for case, _ in rows], results, launch_of(arguments), again=arguments.again, retry=arguments.retry,

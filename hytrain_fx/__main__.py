@@ -241,6 +241,12 @@ def _ended_well() -> Iterator[None]:
 def _inspect(args: argparse.Namespace) -> str:
     for path in (args.html, args.svg, args.json):
         require_writable(path)  # a script may run for hours
+    if args.layer and args.parameter:
+        raise ConfigError(f"found --layer {args.layer} and --parameter {args.parameter}, expected one: nodes are those of one name")
+    named = [path for path in (args.html, args.svg, args.json) if path not in (None, _STDOUT)]
+    twice = [path for at, path in enumerate(named) if path in named[:at]]
+    if twice:
+        raise ConfigError(f"found {twice[0]} given twice, expected a file of its own for each of --html, --svg and --json")
     if args.source.is_file():
         return "\n\n".join(_shown(args, number, found) for number, found in enumerate(inspect_script(args.source, args.script_arguments)))
     asked = [name for name in _SCRIPT_ONLY if getattr(args, name) is not None]

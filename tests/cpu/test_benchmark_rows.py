@@ -32,6 +32,17 @@ TEXT = """
 """
 
 
+def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing file, a folder, and bytes that are no text."""
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for file in (tmp_path / "missing", tmp_path, tmp_path / "binary"):
+        assert main(["rows", str(file), "--out", str(tmp_path / "out")]) == 1
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith(f"cannot run: found no rows in {str(file)!r} (")
+        assert told.err.count("\n") == 1
+
+
 def test_a_line_is_a_case_what_it_looks_into_and_what_it_takes() -> None:
     """A line has a case, options for `steps` after `--`, and the memory that it takes.
 

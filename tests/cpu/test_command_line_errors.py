@@ -117,6 +117,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "script without a model": (["inspect", "{tmp}/script.py"], "compiled no model"),
     "page into nowhere": (["inspect", "{tmp}/script.py", "--html", "{tmp}/missing/x.html"], "cannot be written"),
     "JSON into nowhere": (["inspect", "{tmp}/script.py", "--json", "{tmp}/folder"], "cannot be written"),
+    "page and picture in one file": (["inspect", "{tmp}/script.py", "--html", "{tmp}/x", "--svg", "{tmp}/x"], "a file of its own"),
+    "a layer and a parameter": (["inspect", "{tmp}/script.py", "--layer", "0", "--parameter", "0.bias"], "--layer 0 and --parameter"),
     "page of a dump": (["inspect", "{tmp}/folder", "--html", "{tmp}/x.html"], "expected a script"),
 }
 
