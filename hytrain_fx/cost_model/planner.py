@@ -217,9 +217,9 @@ class _Maker:
 
     def _near(self, k: int, share: float) -> list[tuple[Solution, Plan]]:
         """Solutions with shares up to y, and their plans; most of them near the fastest."""
+        made = [self.settled(self._mixed(k, share * part)) for part in _SHARES_TRIED]
         if self.profile.host_memory_gb_per_s is None:
-            return [self.settled(self._mixed(k, share * part)) for part in _SHARES_TRIED]
-        made = [self.settled(self._mixed(k, share))]
+            return made
 
         def step_us(less: float) -> float:
             made.append(self.settled(self._mixed(k, less)))

@@ -29,6 +29,7 @@ from hytrain_fx.ir.task_graph import TaskKind
 
 _Ends = dict[tuple[int, int, str, int], float]  # by step, stage, "f" or "b", and micro-batch
 _STEPS = 3  # until the order of steps repeats
+_NO_MEMORY = "Memory is not counted: a k may be more than its GPU holds beside weights, gradients and activations."
 MOST_MICRO_BATCHES = 4096
 
 
@@ -76,7 +77,7 @@ class PipelineForecast:
                  f"{of.k} of {of.units[1] - of.units[0]}") for i, of in enumerate(self.stages)]
         steps = ("", "the step", "", "", *map(time_text, self.steps_us), "")
         return Table(f"{len(rows)} stages, {self.micro_batches} micro-batches, 1F1B: {time_text(self.compute_us)} a step without updates; "
-                     "what they add", head, (*rows, steps), words=(0, 1))
+                     "what they add", head, (*rows, steps), (_NO_MEMORY,), words=(0, 1))
 
 
 def pipeline_forecast(profile: Profile, stages: int, micro_batches: int) -> PipelineForecast:
