@@ -26,9 +26,10 @@ def late(rank: int, size: int) -> dict[str, tuple[Found, ...]]:
 
     On a GPU torch's GradScaler has no kernel for gradients in bf16.
     """
-    fp32, other = torch.float32, torch.bfloat16 if device_here().type == "cpu" else torch.float32
-    kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (fp32, {}), (fp32, {"gpu_states": 0.0}), (other, {"gpu_states": 0.0}), (other, {"gpu_states": 0.5})]
+    bf16, fp32 = torch.bfloat16, torch.float32
+    kinds: list[tuple[torch.dtype, dict[str, Any]]] = [(fp32, {}), (fp32, {"gpu_states": 0.0})]
+    if device_here().type == "cpu":
+        kinds += [(bf16, {"gpu_states": 0.0}), (bf16, {"gpu_states": 0.5})]
     return {f"{dtype} {where}": tuple(_stepped_late(ours, dtype, where) for ours in (False, True)) for dtype, where in kinds}
 
 
