@@ -376,6 +376,12 @@ def first_and_last(marks: Sequence[tuple[Mark, int, A]]) -> tuple[Sequence[tuple
     return (marks[:first], marks[last:]) if first <= last else (marks, [])
 
 
+def last_backward_begin_us(marks: Sequence[tuple[Mark, int, float]], otherwise_us: float) -> float:
+    """When the step's last backward began, all of its graphs and what is outside of them."""
+    _, last = first_and_last(marks)
+    return last[0][2] if last else next((at for kind, _, at in marks if kind is Mark.FORWARD_END), otherwise_us)
+
+
 def _until(marks: Sequence[tuple[Mark, int, A]], kind: Mark, units: set[int], ends: Sequence[Mark]) -> int:
     """The count of marks until all units have had one of this kind, and one of `ends` comes."""
     for count, (of, unit, _) in enumerate(marks, 1):

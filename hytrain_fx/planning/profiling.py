@@ -29,7 +29,7 @@ from hytrain_fx.errors import PlanError
 from hytrain_fx.ir.plan import Placement
 from hytrain_fx.ir.profile import Profile, UnitProfile
 from hytrain_fx.ir.task_graph import Unit
-from hytrain_fx.planning.marks import Mark, StepMarks, first_and_last
+from hytrain_fx.planning.marks import StepMarks, last_backward_begin_us
 from hytrain_fx.runtime.engine import Engine, Stage, TaskRecord
 from hytrain_fx.runtime.probe import full_duplex_us_per_byte
 
@@ -213,13 +213,8 @@ def _commit_us(measured: Measured) -> float:
     marks = measured.marks.finished()
     reached = len(measured.steps.ends_us) - (measured.marks.steps - len(marks))
     steps = zip(reversed(marks), reversed(measured.steps.ends_us[:reached]), strict=False)
-    waited = [end_us - _backward_begin_us(of_step, end_us) for of_step, end_us in steps]
+    waited = [end_us - last_backward_begin_us(of_step, end_us) for of_step, end_us in steps]
     return max(statistics.median(waited[: len(measured.steps.ends_us) - 1]), 0.0)
-
-
-def _backward_begin_us(marks: Sequence[tuple[Mark, int, float]], end_us: float) -> float:
-    _, last = first_and_last(marks)
-    return last[0][2] if last else next((at for kind, _, at in marks if kind is Mark.FORWARD_END), end_us)
 
 
 def cpu_steps_us(measured: Measured) -> list[float]:

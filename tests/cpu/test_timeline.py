@@ -177,6 +177,24 @@ def test_how_far_the_device_was_when_step_returned(later_us: float, ended_at: fl
     assert "longer than 2 us (launching the forward of layer)" in text
 
 
+def test_a_backward_is_all_of_its_graphs_and_what_is_behind_them() -> None:
+    """Two graphs, and two gradients of code behind them: the backward begins with the first graph.
+
+    Of two micro-batches it is the last one's.
+    """
+    def device(*ends: tuple[int, float]) -> list[tuple[Mark, int, float]]:
+        backward = [(mark, unit if mark is Mark.GRADS else -1, at) for unit, at in ends for mark in (Mark.GRADS, Mark.BACKWARD_END)]
+        return [(Mark.FORWARD_BEGIN, -1, 0.0), (Mark.WAIT_BEGIN, 0, 0.0), (Mark.WAIT_END, 0, 0.0), (Mark.WAIT_BEGIN, 1, 5.0),
+                (Mark.WAIT_END, 1, 5.0), (Mark.FORWARD_END, -1, 10.0), *backward]
+
+    one = device((1, 20.0), (0, 30.0), (0, 50.0), (0, 50.0))
+    again = [(mark, unit, at + 100.0) for mark, unit, at in device((1, 30.0), (0, 60.0))]
+    host = [(mark, unit, 45.0) for mark, unit, _ in (*HOST[:6], (Mark.STEP_BEGIN, -1, 0.0), (Mark.STEP_END, -1, 0.0))]
+    found = [step_launches([of], [host])[0] for of in (one, [*one, *again])]
+    assert [(of.backward_begin_us, of.backward_end_us) for of in found] == [(10.0, 50.0), (110.0, 160.0)]
+    assert found[0].ended_at == pytest.approx(35.0 / 40.0)
+
+
 def test_a_wait_in_the_loop_before_step_is_the_longest_block() -> None:
     """A wait for the device between backward() and step() shows as the loop's own code.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from hytrain_fx.explain.timeline.span import LAUNCHING, WORDS, LaunchKind, Span
 from hytrain_fx.ir.figures import time_text
 from hytrain_fx.ir.task_graph import TaskKind
-from hytrain_fx.planning.marks import Mark, between, stretches
+from hytrain_fx.planning.marks import Mark, between, last_backward_begin_us, stretches
 
 Marks = Sequence[tuple[Mark, int, float]]
 _KINDS = {TaskKind.FORWARD: LaunchKind.FORWARD, TaskKind.WAIT: LaunchKind.GATE, TaskKind.BACKWARD: LaunchKind.BACKWARD}
@@ -122,12 +122,11 @@ def _between(mark: Mark, next_mark: Mark, unit: int, next_unit: int) -> tuple[La
 
 
 def _launch(device: Marks, launched: Marks) -> StepLaunch | None:
-    ends = [(i, at) for i, (mark, _, at) in enumerate(device) if mark is Mark.BACKWARD_END]
+    ends = [at for mark, _, at in device if mark is Mark.BACKWARD_END]
     calls = [i for i in range(len(launched) - 1) if (launched[i][0], launched[i + 1][0]) == (Mark.STEP_BEGIN, Mark.STEP_END)]
     if not ends or not calls:
         return None
-    last, end_us = ends[-1]
-    begin_us = next((at for mark, _, at in reversed(device[:last]) if mark in (Mark.FORWARD_END, Mark.BACKWARD_END)), device[0][2])
+    begin_us, end_us = last_backward_begin_us(device, device[0][2]), ends[-1]
     call = calls[-1]
     gate = next((i for i in range(call, -1, -1) if launched[i][0] is Mark.WAIT_END), 0)
     longest = max(range(gate, call), key=lambda i: launched[i + 1][2] - launched[i][2])
